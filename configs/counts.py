@@ -9,6 +9,7 @@ logger = logging.getLogger(__name__)
 LENGTHS = {
     *("context", "contexts", "lengths", "stride", "chunk_size"),
     *("doc_tokens", "document_tokens", "longest_document"),
+    *("window", "learned_positions", "original_max_position_embeddings"),
 }
 """Keys and options that are the length of one sequence, where k is 1,024 and M is 1,048,576."""
 

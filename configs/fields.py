@@ -12,7 +12,7 @@ import types
 import typing
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import pydantic
 
@@ -116,13 +116,7 @@ def fields_of_kind(kind: str) -> Fields:
         # Code may have registered kinds that no file has.
         from longhaul.modules.attention import attention_config
 
-        hints = typing.get_type_hints(attention_config(kind), include_extras=True)
-        return {
-            name: Leaf(hint)
-            for name, hint in hints.items()
-            if name in attention_config(kind).__dataclass_fields__
-            and typing.get_origin(hint) is not typing.ClassVar
-        }
+        return _fields_of_class(attention_config(kind))
     if kind not in kinds:
         raise ValueError(
             f"attention.kind: found {kind!r}, wanted one of {', '.join(sorted(kinds))}"
@@ -167,6 +161,20 @@ def _kinds_in_sources() -> dict[str, tuple[Path, str]] | None:
                 assert isinstance(one, ast.ClassDef)
                 found[kind] = file, one.name
     return found
+
+
+def _is_dataclass(hint: Any) -> TypeGuard[type[Any]]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _fields_of_class(cls: type[Any]) -> Fields:
+    """The fields of a dataclass that is imported."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {
+        name: _fields_of_class(hint) if _is_dataclass(hint) else Leaf(hint)
+        for name, hint in found.items()
+    }
 
 
 def _fields_of(file: Path, name: str) -> Fields:

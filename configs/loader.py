@@ -156,7 +156,8 @@ def _built(cls: type[Any], values: dict[str, Any], path: str) -> Any:
             value = {
                 name: _built(AttentionConfig, one, f"{key}.{name}.") for name, one in value.items()
             }
-        has_default = {field.default, field.default_factory} != {dataclasses.MISSING}
+        defaults = (field.default, field.default_factory)
+        has_default = any(one is not dataclasses.MISSING for one in defaults)
         if value == MISSING or (value is dataclasses.MISSING and not has_default):
             raise ConfigError(f"{key}: missing, and it has no default")
         if value is not dataclasses.MISSING:

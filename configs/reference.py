@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 from longhaul.configs.fields import entry_class, types_of
 from longhaul.configs.run_config import RunConfig
-from longhaul.modules.attention import AttentionConfig, attention_config
+from longhaul.modules.attention import (
+    AttentionConfig,
+    attention_config,
+    registered_variants,
+)
 
 
 class Key(NamedTuple):
@@ -39,9 +43,19 @@ def sections() -> list[Section]:
 
 
 def kind_section(kind: str) -> Section:
-    """The options of a kind."""
+    """The options of a kind; those that have keys of their own are `parts_of_kinds`."""
     cls = attention_config(kind)
-    return Section(kind, _first_paragraph(cls), _keys("", cls))
+    return Section(kind, _first_paragraph(cls), _keys("", cls, has_parts=True))
+
+
+def parts_of_kinds() -> list[Section]:
+    """The keys of options that are mappings, each option once, whatever kinds have it."""
+    parts = {
+        section.title: section
+        for kind in registered_variants()
+        for section in list(_sections("", attention_config(kind)))[1:]
+    }
+    return list(parts.values())
 
 
 def kind_meaning(kind: str) -> str:
@@ -62,12 +76,13 @@ def _sections(path: str, cls: type[Any]) -> Iterator[Section]:
             yield from _sections(f"{path}{field.name}.{each}.", entry)
 
 
-def _keys(path: str, cls: type[Any]) -> tuple[Key, ...]:
+def _keys(path: str, cls: type[Any], *, has_parts: bool = False) -> tuple[Key, ...]:
+    """Those of a class; with has_parts, also those that have keys of their own."""
     hints, meanings = typing.get_type_hints(cls), _field_docs(cls)
     return tuple(
         Key(f"{path}{field.name}", _type(hints[field.name]), _default(field), meanings[field.name])
         for field in dataclasses.fields(cls)
-        if not _is_section(hints[field.name])
+        if has_parts or not _is_section(hints[field.name])
     )
 
 
@@ -98,6 +113,8 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 def _type(hint: Any) -> str:
     if hint is AttentionConfig:
         return "mapping with `kind`"
+    if _is_section(hint):
+        return "mapping"
     entry = entry_class(hint)
     if entry is not None and _is_section(entry):
         is_dict = typing.get_origin(hint) is dict
@@ -107,14 +124,16 @@ def _type(hint: Any) -> str:
     if typing.get_origin(hint) is dict:
         return "mapping of layers to mappings with `kind`"
     if typing.get_origin(hint) is list:
-        return "list of text"
+        return "list of numbers" if hint == list[float] else "list of text"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    names |= {list: "list of text"}
     return " or ".join("null" if part is type(None) else names[part] for part in types_of(hint))
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:
     if field.default_factory is not dataclasses.MISSING:
-        return repr(field.default_factory())
+        default = field.default_factory()
+        return "{}" if dataclasses.is_dataclass(default) else repr(default)
     if field.default is dataclasses.MISSING:
         return "required"
     if field.default is None:

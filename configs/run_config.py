@@ -55,10 +55,24 @@ class RunConfig:
             if any(ord(character) < 32 for character in getattr(self, key)):
                 raise ValueError(f"{key}: found {getattr(self, key)!r}, wanted one line of text")
         self._check_divisibility()
-        if self.data.context % self.trainer.context_parallel:
+        if self.optim.name == "muon" and self.trainer.strategy == "deepspeed":
             raise ValueError(
-                f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
-                f"divisor of data.context = {self.data.context}"
+                "optim.name: found muon with trainer.strategy deepspeed, whose optimizer sees no "
+                "matrices but flat parts of them; wanted adamw, or trainer.strategy fsdp"
+            )
+        contexts = {"data.context": self.data.context}
+        for number, cut in enumerate(self.data.short_first):
+            contexts[f"data.short_first.{number}.context"] = cut.context
+        for key, context in contexts.items():
+            if context % self.trainer.context_parallel:
+                raise ValueError(
+                    f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
+                    f"divisor of {key} = {context}"
+                )
+        if self.data.context > (longest := self.model.learned_positions or self.data.context):
+            raise ValueError(
+                f"data.context: found {self.data.context}, wanted at most "
+                f"model.learned_positions = {longest}"
             )
         for asking, is_asked in (
             ("slurm.then evaluate", "evaluate" in self.slurm.then),
@@ -68,6 +82,11 @@ class RunConfig:
                 raise ValueError(
                     f"data.validation_manifest: missing with {asking}, wanted shards to evaluate on"
                 )
+        if self.trainer.branch_from is not None and self.optim.schedule.name != "wsd":
+            raise ValueError(
+                "trainer.branch_from: found with optim.schedule.name "
+                f"{self.optim.schedule.name}, wanted null, or wsd, which decays last"
+            )
         if self.trainer.train_only is not None and self.trainer.start_from is None:
             raise ValueError(
                 "trainer.start_from: missing with trainer.train_only, which would freeze random "
@@ -90,8 +109,11 @@ class RunConfig:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates in the budget, which the last may exceed by less than one update."""
-        return -(-self.trainer.max_tokens // self.optim.tokens_per_update)
+        """Number of updates in the budget, which the last may exceed by less than one update.
+
+        Larger updates count as several.
+        """
+        return self.optim.num_steps(self.trainer.max_tokens)
 
     def _has_learned_initial_state(self) -> bool:
         attentions = map(self.model.attention_of, range(self.model.layers))

@@ -83,6 +83,9 @@ class TrainerConfig:
     start_from: str | None = None
     """Run, checkpoint or exported folder to start from (it may lack initial states), or null."""
 
+    branch_from: str | None = None
+    """Run of the same settings that this wsd run goes on from, before both decay; or null."""
+
     # Three years; a lock cannot wait for more than 292.
     hang_seconds: Annotated[float, Field(ge=1, le=1e8)] = 1800.0
     """Longest time of an update, validation, save or evaluation task, in seconds, 1 to 1e8."""

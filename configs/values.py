@@ -58,7 +58,8 @@ _PARTS: dict[str, Callable[..., object]] = {
 }
 _PATHS = {
     *("root", "data.manifest", "data.validation_manifest", "data.cache_dir"),
-    *("trainer.start_from", "tracking.uri", "slurm.container", "slurm.container_mounts"),
+    *("trainer.start_from", "trainer.branch_from", "tracking.uri"),
+    *("slurm.container", "slurm.container_mounts"),
 }
 _PATH_OF_SOURCE = re.compile(r"data\.sources\..*\.(validation_)?manifest")
 

@@ -54,6 +54,17 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutConfig:
+    """An entry of `data.short_first`: the length of pieces until a number of trained tokens."""
+
+    context: AtLeastOne
+    """Tokens of a piece, a divisor of `data.context`, and more than in the entry before."""
+
+    until_tokens: AtLeastOne
+    """Trained tokens up to which samples are cut so, rounded up to `optim.tokens_per_update`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which shards are read, and how."""
 
@@ -72,6 +83,9 @@ class DataConfig:
     # No block of a manifest is longer. `longhaul evaluate --context` may ask for any number.
     context: Annotated[int, Field(ge=1, le=1 << 40)]
     """Tokens per sample; a divisor of the length of the blocks."""
+
+    short_first: list[CutConfig] = field(default_factory=list)
+    """Shorter contexts at the beginning: samples are cut into pieces, each with the keys below."""
 
     document_mask: bool = True
     """No token sees another document, where the shards hold the ends of documents."""
@@ -117,6 +131,12 @@ class DataConfig:
                 )
         self._check_weights()
         self._check_schedule()
+        self._check_short_first()
+
+    def context_at(self, tokens: int) -> int:
+        """Length of the sequences in the update that begins after so many trained tokens."""
+        cuts = (one.context for one in self.short_first if tokens < one.until_tokens)
+        return next(cuts, self.context)
 
     def manifests(self, key: ManifestKey) -> dict[str, str]:
         """The path or URL of each source's manifest of this kind, by the source's name.
@@ -195,6 +215,25 @@ class DataConfig:
             if not any(stage.weights.values()):
                 raise ValueError(f"{key}.weights: found no weight, wanted one that is more than 0")
             before = stage.at_tokens
+
+    def _check_short_first(self) -> None:
+        length = until = 0
+        for number, cut in enumerate(self.short_first):
+            key = f"data.short_first.{number}"
+            for name, found, least in (
+                ("context", cut.context, length),
+                ("until_tokens", cut.until_tokens, until),
+            ):
+                if found <= least:
+                    raise ValueError(
+                        f"{key}.{name}: found {found}, wanted more than the {least} before it"
+                    )
+            if cut.context >= self.context or self.context % cut.context:
+                raise ValueError(
+                    f"{key}.context: found {cut.context}, wanted a divisor of data.context = "
+                    f"{self.context}, and less"
+                )
+            length, until = cut.context, cut.until_tokens
 
     def _has_weight_later(self, name: str) -> bool:
         """Whether a source that is not read may be read at another time of the run."""

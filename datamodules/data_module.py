@@ -154,7 +154,13 @@ class TokenDataModule(LightningDataModule):
             self.order,
             self._batches(),
             pin_memory=self._pin_memory,
+            pieces=self._pieces if self.config.short_first else None,
         )
+
+    def _pieces(self, sample: int) -> int:
+        """Into how many pieces the sample of this index is cut, as are all of its update."""
+        first = sample - sample % self._samples_per_update
+        return self.config.context // self.config.context_at(first * self.config.context)
 
     def val_dataloader(self) -> BatchLoader | list[Batch]:
         """This rank's share of the validation samples; an empty list without validation."""

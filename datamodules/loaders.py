@@ -1,6 +1,6 @@
 """Shard stores and data loaders from a DataConfig, with or without a trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -67,8 +67,12 @@ def make_loader(
     batches: RankBatches | ValidationBatches,
     *,
     pin_memory: bool = False,
+    pieces: Callable[[int], int] | None = None,
 ) -> BatchLoader:
-    """Batches of windows, read ahead by worker processes, which take turns."""
+    """Batches of windows, read ahead by worker processes, which take turns.
+
+    `pieces` is as in BatchLoader.
+    """
     dataset = TokenWindows(
         stores,
         order,
@@ -90,7 +94,7 @@ def make_loader(
             collate_fn=unchanged,
             generator=torch.Generator(),  # as WorkerLoader does, and for the same reason
         )
-    return BatchLoader(loader, corpus.bos_id, pin_memory=pin_memory)
+    return BatchLoader(loader, corpus.bos_id, pin_memory=pin_memory, pieces=pieces)
 
 
 class HeldOut:

@@ -1,7 +1,7 @@
 """Windows of tokens by sample index, the samples of each rank, and batches."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -137,6 +137,13 @@ def _mark_first(is_first: NDArray[np.bool_], ends: Ends, start: int) -> None:
 class BatchLoader:
     """Batches made from a loader of `Windows`, in the process that iterates.
 
+    Args:
+        loader: of the windows.
+        bos_id: the id that begins every sequence.
+        pin_memory: whether batches are in page-locked memory.
+        pieces: into how many equal pieces a sample of some index is cut, the same number for all
+            samples of a batch. Each is a sequence of its own. None: samples are not cut.
+
     A batch holds `input` (b, context), the window shifted right by one with the bos id in front;
     `target` (b, context), the window; and `index` (b,), the indices of the samples. All are int64.
     With a mask there is `is_first` (b, context), bool: whether a token is the first of its
@@ -144,7 +151,15 @@ class BatchLoader:
     `source` (b,), int64: the index of each sample's source.
     """
 
-    def __init__(self, loader: DataLoader[Windows], bos_id: int, *, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Windows],
+        bos_id: int,
+        *,
+        pin_memory: bool,
+        pieces: Callable[[int], int] | None = None,
+    ) -> None:
+        self._pieces = pieces
         self._loader = loader
         self._bos_id = bos_id
         self._pin_memory = pin_memory
@@ -156,7 +171,8 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for windows in self._loader:
-            yield self._expand(windows)
+            count = 1 if self._pieces is None else self._pieces(windows.indices[0])
+            yield self._expand(windows if count == 1 else _cut(windows, count))
 
     def _expand(self, windows: Windows) -> Batch:
         shape = windows.tokens.shape
@@ -176,6 +192,21 @@ class BatchLoader:
         if windows.sources is not None:
             batch["source"] = torch.tensor(windows.sources, dtype=torch.int64)
         return batch
+
+
+def _cut(windows: Windows, count: int) -> Windows:
+    """The windows cut into `count` equal pieces each, which are sequences of their own."""
+    rows = len(windows.indices) * count
+    is_first, sources = windows.is_first, windows.sources
+    if is_first is not None:
+        is_first = is_first.reshape(rows, -1).copy()  # a worker's may not be written to
+        is_first[:, 0] = True
+    return Windows(
+        windows.tokens.reshape(rows, -1),
+        np.repeat(windows.indices, count).tolist(),
+        is_first,
+        None if sources is None else np.repeat(sources, count).tolist(),
+    )
 
 
 class RankBatches(Sampler[Sequence[int]]):

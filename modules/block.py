@@ -1,7 +1,9 @@
-"""One residual block as in GPT-2 or GPT-NeoX, around any attention variant."""
+"""One residual block as in GPT-2, GPT-NeoX or Llama, around any attention variant."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -10,17 +12,43 @@ from longhaul.modules.attention import Attention
 from longhaul.modules.attention.base import product_flops
 from longhaul.modules.documents import Documents
 
+MLPKind = Literal["gelu", "gelu_erf", "relu2", "swiglu", "geglu"]
+
+
+def relu2(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """max(x, 0)^2, So et al. (2021), arXiv:2109.08668."""
+    return F.relu(x).square()
+
+
+# In a gated kind the activation is that of the gate.
+_ACTIVATIONS: dict[MLPKind, Callable[[Tensor], Tensor]] = {
+    **{"gelu": gelu, "gelu_erf": F.gelu, "relu2": relu2},
+    **{"swiglu": F.silu, "geglu": gelu},
+}
+_GATED = ("swiglu", "geglu")
+
 
 class MLP(nn.Module):
-    """Two projections with a GELU between them; the hidden width is 4 D."""
+    """out(act(up(x))), or in the gated kinds out(act(gate(x)) * up(x)); the hidden width is F.
 
-    def __init__(self, model_dim: int, *, biases: bool = False) -> None:
+    Source of the gated kinds: Shazeer (2020), arXiv:2002.05202.
+    """
+
+    def __init__(
+        self, model_dim: int, hidden_dim: int, *, kind: MLPKind = "gelu", biases: bool = False
+    ) -> None:
         super().__init__()
-        self.up = nn.Linear(model_dim, 4 * model_dim, bias=biases)
-        self.out = nn.Linear(4 * model_dim, model_dim, bias=biases)
+        self.activation = _ACTIVATIONS[kind]
+        self.up = nn.Linear(model_dim, hidden_dim, bias=biases)
+        self.gate = nn.Linear(model_dim, hidden_dim, bias=biases) if kind in _GATED else None
+        self.out = nn.Linear(hidden_dim, model_dim, bias=biases)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        return self.out(gelu(self.up(x)))  # type: ignore[no-any-return]
+        if self.gate is None:
+            hidden = self.activation(self.up(x))
+        else:
+            hidden = self.activation(self.gate(x)) * self.up(x)
+        return self.out(hidden)  # type: ignore[no-any-return]
 
     def flops_per_token(self) -> int:
         """Forward FLOPs per token."""
@@ -28,9 +56,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
 
-    A parallel block, as in GPT-NeoX, is x + attention(norm(x)) + mlp(norm'(x)) of one x.
+    Most models have only the inner norms, OLMo-2 only the outer ones, and Gemma both. A parallel
+    block, as in GPT-NeoX, adds what attention and MLP make of one x.
     """
 
     def __init__(
@@ -40,14 +69,18 @@ class Block(nn.Module):
         mlp: MLP,
         attention_norm: nn.Module,
         mlp_norm: nn.Module,
+        attention_post_norm: nn.Module,
+        mlp_post_norm: nn.Module,
         parallel: bool,
     ) -> None:
         super().__init__()
         self.is_parallel = parallel
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_post_norm = attention_post_norm
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mlp_post_norm = mlp_post_norm
 
     def forward(
         self,
@@ -78,5 +111,7 @@ class Block(nn.Module):
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T D"]
     ) -> Float[Tensor, "B T D"]:
         """The residual stream after the output of the attention and that of the MLP."""
+        mixed = self.attention_post_norm(mixed)
         y = x + mixed
-        return y + self.mlp(self.mlp_norm(x if self.is_parallel else y))  # type: ignore[no-any-return]
+        added = self.mlp(self.mlp_norm(x if self.is_parallel else y))
+        return y + self.mlp_post_norm(added)  # type: ignore[no-any-return]

@@ -21,20 +21,24 @@ def _rows_at_once(x: Tensor) -> int:
 
 
 class RowLosses:
-    """Receives the loss of each row.
+    """Receives the loss of each row, and the log of the sum of the exponentials of its logits.
 
     It is no tensor, because sharding strategies replace tensors that they hand to a module.
     """
 
     def __init__(self) -> None:
-        self._pieces: list[Tensor] = []
+        self._pieces: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, losses: Float[Tensor, "piece"]) -> None:
-        self._pieces.append(losses)
+    def add(self, losses: Float[Tensor, "piece"], normalizers: Float[Tensor, "piece"]) -> None:
+        self._pieces.append((losses, normalizers))
 
     def all(self) -> Float[Tensor, "rows"]:
         """The losses of all rows, in nats."""
-        return torch.cat(self._pieces)
+        return torch.cat([losses for losses, _ in self._pieces])
+
+    def normalizers(self) -> Float[Tensor, "rows"]:
+        """The logs of the sums of all rows."""
+        return torch.cat([normalizers for _, normalizers in self._pieces])
 
 
 def linear_cross_entropy(
@@ -43,8 +47,13 @@ def linear_cross_entropy(
     target: Int[Tensor, "rows"],
     dtype: torch.dtype,
     row_losses: RowLosses | None = None,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Mean of -log softmax(hidden weight^T)[target], in at least float32.
+    """Mean of -log softmax(y)[target] + z_loss (log sum exp y)^2, in at least float32.
+
+    y are the logits hidden weight^T, or `softcapped` ones.
 
     Both gradients are computed with the loss, piece by piece, so that the logits of a piece are
     computed once. Sums over pieces are in at least float32.
@@ -54,10 +63,16 @@ def linear_cross_entropy(
         weight: the matrix of the head.
         target: the token that follows each row.
         dtype: of the operands of all matrix products.
-        row_losses: receives the loss of each row.
+        row_losses: receives the cross-entropy of each row.
+        softcap: of the logits; None: they have none.
+        z_loss: factor of what keeps the logits from drifting away. Source: PaLM, Chowdhery et al.
+            (2022), arXiv:2204.02311, section 5.
     """
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, target, dtype, needs, row_losses)  # type: ignore[no-untyped-call]
+    options = {"softcap": softcap, "z_loss": z_loss}
+    loss: Tensor = _LinearCrossEntropy.apply(
+        hidden, weight, target, dtype, needs, row_losses, options
+    )  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -71,6 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         needs: list[bool],
         row_losses: RowLosses | None,
+        options: dict[str, Any],
     ) -> Tensor:
         exact = torch.promote_types(dtype, torch.float32)
         total = hidden.new_zeros((), dtype=exact)
@@ -82,10 +98,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + step)
             h = hidden[rows].to(dtype)
             logits = F.linear(h, w)
-            losses = cross_entropy_(logits, target[rows], with_gradient=any(needs))
+            losses, normalizers = cross_entropy_(
+                logits, target[rows], with_gradient=any(needs), **options
+            )
             total += losses.sum()
+            if options["z_loss"]:
+                total += options["z_loss"] * normalizers.square().sum()
             if row_losses is not None:
-                row_losses.add(losses)
+                row_losses.add(losses, normalizers)
             # From here on the logits hold their gradient.
             if dhidden is not None:
                 dhidden[rows] = logits @ w
@@ -104,5 +124,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if dhidden is None else (dhidden * scale).to(dhidden.dtype),
             None if dweight is None else (dweight * scale).to(ctx.weight_dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip

@@ -1,27 +1,33 @@
-"""The language model: the shape of GPT-2 with a norm after the embedding, or that of GPT-NeoX."""
+"""The language model: the shape of GPT-2 with a norm after the embedding, of Llama, and others."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, cast, get_type_hints
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
-from longhaul.modules.attention.base import product_flops
+from longhaul.modules.attention.base import overwrite
 from longhaul.modules.block import MLP, Block
-from longhaul.modules.choices import check_bounds
-from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses, linear_cross_entropy
+from longhaul.modules.choices import check_bounds, check_choices
+from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses
 from longhaul.modules.documents import Documents, first_tokens
+from longhaul.modules.initialisation import initialise
+from longhaul.modules.learned_positions import LearnedPositions
+from longhaul.modules.norms import RMSNorm
 from longhaul.modules.roles import Role
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
+from longhaul.modules.vocabulary import Embedding, Head
 
 # Every layer is looked at before anything runs.
 _MOST_LAYERS = 1024
+
+_BIASES = ("qkv", "out", "mlp", "norms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +44,22 @@ class LanguageModelConfig:
     """Number of residual blocks, 1 to 1024."""
 
     width: int = 768
-    """Model width D; a multiple of 2 x heads, because rotary positions rotate pairs."""
+    """Model width D; without head_dim a multiple of 2 x heads, because positions rotate pairs."""
 
     heads: int = 12
-    """Number of heads per layer, 1 or more."""
+    """Number of query heads per layer, 1 or more."""
+
+    kv_heads: int | None = None
+    """Number of key and value heads per layer, a divisor of heads; null: as many as heads."""
+
+    head_dim: int | None = None
+    """Width of a head, an even number, 2 or more; null: width / heads."""
+
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """none | head (RMS norm of each query and key head, before rotation) | full (all together)."""
+
+    learned_positions: int | None = None
+    """Positions with a learned vector each, added to the embedding, the longest text; or null."""
 
     vocabulary: int = 50_304
     """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
@@ -52,26 +70,69 @@ class LanguageModelConfig:
     parallel_residual: bool = False
     """Attention and MLP of a block read the same x, as in GPT-NeoX; false: one, then the other."""
 
-    biases: bool = False
-    """Biases in all projections and norms but the head, as in GPT-NeoX."""
+    biases: bool | list[Literal["qkv", "out", "mlp", "norms"]] = False
+    """Where biases are; true: everywhere but in the head. qkv: in attention's projections of x."""
 
     tied_head: bool = True
     """The matrix of the logits is that of the embedding; false: it is one of its own."""
 
+    norm: Literal["layer", "rms", "rms_offset"] = "layer"
+    """layer | rms | rms_offset (times 1 + w, as in Gemma): every norm of width D."""
+
+    norm_eps: float = 1e-5
+    """Added to the variance or mean square in these norms, more than 0."""
+
+    norm_order: Literal["pre", "post", "sandwich"] = "pre"
+    """pre | post (OLMo-2) | sandwich (both: Gemma): norms before or after attention and MLP."""
+
+    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu", "geglu"] = "gelu"
+    """gelu (by tanh) | gelu_erf | relu2 | swiglu | geglu (by tanh): the last two have a gate."""
+
+    mlp_width: int | None = None
+    """Hidden width F of the MLP, 1 or more; null: 4 x width. Gated, 8/3 x width is as large."""
+
+    embedding_scale: float = 1.0
+    """Factor of the embedding, more than 0. Gemma has the root of the width."""
+
+    logit_softcap: float | None = None
+    """c of c tanh(logit / c), more than 0, as in Gemma 2; null: logits are not capped."""
+
+    init: Literal["gpt2", "normal", "olmo", "llama", "nanochat"] = "gpt2"
+    """gpt2 | normal (std 0.02) | olmo (std 0.02, cut) | llama (torchtitan's) | nanochat."""
+
     def __post_init__(self) -> None:
+        check_choices(self, "model.")
         check_bounds(self, "layers", least=1, most=_MOST_LAYERS, prefix="model.")
         # torch can still count the bytes of vectors of this width for each token id.
-        check_bounds(self, "width", "heads", least=1, most=1 << 20, prefix="model.")
+        widths = ("width", "heads", "kv_heads", "mlp_width")
+        check_bounds(self, *widths, least=1, most=1 << 20, prefix="model.")
+        check_bounds(self, "learned_positions", least=1, most=1 << 32, prefix="model.")
+        check_bounds(self, "head_dim", least=2, most=1 << 20, prefix="model.")
+        positive = ("norm_eps", "embedding_scale", "logit_softcap")
+        check_bounds(self, *positive, above=0, below=math.inf, prefix="model.")
         check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
+        places = [] if isinstance(self.biases, bool) else self.biases
+        if unknown := [one for one in places if one not in _BIASES]:
+            raise ValueError(
+                f"model.biases: found {unknown[0]!r}, wanted true, false or some of "
+                f"{', '.join(_BIASES)}"
+            )
         if len(self.layer_attention) > self.layers:
             raise ValueError(
                 f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
                 f"most one for each of {self.layers} layers"
             )
-        if self.width % (2 * self.heads):
+        if self.head_dim is None and self.width % (2 * self.heads):
             raise ValueError(
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
                 f"{2 * self.heads}"
+            )
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"model.head_dim: found {self.head_dim}, wanted an even number")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads: found {self.kv_heads}, wanted a divisor of model.heads = "
+                f"{self.heads}"
             )
         used = [self._entry_of(layer) for layer in range(self.layers)]
         for key in self.layer_attention:
@@ -92,22 +153,39 @@ class LanguageModelConfig:
         return LayerShape(
             width=self.width,
             heads=self.heads,
-            key_heads=self.heads,
-            biases=self.biases,
+            key_heads=self.heads if self.kv_heads is None else self.kv_heads,
+            head_dim=self.width // self.heads if self.head_dim is None else self.head_dim,
+            biases=self._has_biases("qkv"),
+            out_bias=self._has_biases("out"),
             layer=layer,
+            qk_norm=self.qk_norm,
+            norm_eps=self.norm_eps,
+            norm_offset=self.norm == "rms_offset",
         )
 
-    def build_norm(self) -> nn.Module:
-        """A norm of activations (..., D)."""
-        return nn.LayerNorm(self.width, bias=self.biases)
+    def build_norm(self, is_there: bool = True) -> nn.Module:
+        """A norm of activations (..., D); the identity in a place without one."""
+        if not is_there:
+            return nn.Identity()
+        if self.norm == "layer":
+            return nn.LayerNorm(self.width, eps=self.norm_eps, bias=self._has_biases("norms"))
+        return RMSNorm(self.width, eps=self.norm_eps, has_offset=self.norm == "rms_offset")
 
     def build_block(self, layer: int) -> Block:
         """The block of a layer, counted from 0."""
+        before, after = self.norm_order != "post", self.norm_order != "pre"
         return Block(
             attention=self.attention_of(layer).build(self.shape_of(layer)),
-            mlp=MLP(self.width, biases=self.biases),
-            attention_norm=self.build_norm(),
-            mlp_norm=self.build_norm(),
+            mlp=MLP(
+                self.width,
+                4 * self.width if self.mlp_width is None else self.mlp_width,
+                kind=self.mlp,
+                biases=self._has_biases("mlp"),
+            ),
+            attention_norm=self.build_norm(before),
+            mlp_norm=self.build_norm(before),
+            attention_post_norm=self.build_norm(after),
+            mlp_post_norm=self.build_norm(after),
             parallel=self.parallel_residual,
         )
 
@@ -120,6 +198,9 @@ class LanguageModelConfig:
         layers = {key: _attention_of(one) for key, one in values.get("layer_attention", {}).items()}
         attention = _attention_of(values["attention"])
         return cls(**{**values, "attention": attention, "layer_attention": layers})
+
+    def _has_biases(self, place: str) -> bool:
+        return self.biases if isinstance(self.biases, bool) else place in self.biases
 
     def _entry_of(self, layer: int) -> str | None:
         """The key of the last entry of `layer_attention` that matches the layer."""
@@ -150,39 +231,13 @@ class LanguageModelConfig:
 
 
 def _attention_of(options: Mapping[str, Any]) -> AttentionConfig:
-    kind, options = options["kind"], {key: options[key] for key in options if key != "kind"}
-    return attention_config(kind)(**options)
-
-
-class Head(nn.Module):
-    """Logits h E^T with the matrix E of another module, or their mean cross-entropy.
-
-    This is a module because sharding strategies gather parameters around module calls.
-    """
-
-    def __init__(self, holder: nn.Embedding | nn.Linear) -> None:
-        super().__init__()
-        # In a tuple, so that the matrix is not registered again: it has one name in checkpoints.
-        self._holder = (holder,)
-
-    def forward(
-        self,
-        hidden: Float[Tensor, "rows D"],
-        target: Int[Tensor, "rows"] | None = None,
-        row_losses: RowLosses | None = None,
-    ) -> Tensor:
-        """Logits (rows, vocabulary), or with a target the mean loss, computed in pieces."""
-        weight = self._holder[0].weight
-        if target is None:
-            return F.linear(hidden, weight).float()
-        device = hidden.device.type
-        is_autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
-        return linear_cross_entropy(hidden, weight, target, dtype, row_losses)
-
-    def flops_per_token(self) -> int:
-        """Forward FLOPs per token."""
-        return product_flops(self._holder[0])
+    cls, values = attention_config(options["kind"]), {}
+    hints = get_type_hints(cls)
+    for key, value in options.items():
+        if key != "kind":
+            is_nested = is_dataclass(hints.get(key)) and isinstance(value, Mapping)
+            values[key] = hints[key](**value) if is_nested else value
+    return cls(**values)
 
 
 class Blocks(nn.ModuleList):
@@ -217,35 +272,34 @@ class LanguageModel(nn.Module):
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.embedding = Embedding(config.vocabulary, config.width, config.embedding_scale)
         self.roles = {"embedding.weight": "embedding"}
-        self.embedding_norm = config.build_norm() if config.embedding_norm else nn.Identity()
+        self.positions = None
+        if config.learned_positions is not None:
+            self.positions = LearnedPositions(config.learned_positions, config.width)
+            self.roles["positions.weight"] = "embedding"
+        self.embedding_norm = config.build_norm(config.embedding_norm)
         self.blocks = Blocks(config.build_block(layer) for layer in range(config.layers))
         self.final_norm = config.build_norm()
         if not config.tied_head:
             # By the name that transformers has for it.
             self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
             self.roles["lm_head.weight"] = "head"
-        self.head = Head(self.embedding if config.tied_head else self.lm_head)
+        holder = self.embedding if config.tied_head else self.lm_head
+        self.head = Head(holder, config.logit_softcap)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initialisation of GPT-2: std 0.02, divided by sqrt(2 L) for residual projections.
-
-        Biases start at zero.
-        """
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                residual = name.endswith(".out")
-                nn.init.normal_(
-                    module.weight,
-                    std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02,
-                )
-                if self.config.biases and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        # Where this is also the unembedding, its std is chosen for that: the norm after the
-        # embedding makes the scale of the embedding irrelevant.
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        """Draw all matrices as `init` says, and set biases to zero."""
+        config = self.config
+        initialise(
+            self, config.init, layers=config.layers, width=config.width, is_tied=config.tied_head
+        )
+        for module in self.modules():
+            if config.biases and isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if self.positions is not None:
+            self.positions.reset_parameters()
 
     def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
         """Logits of the token after each of T tokens, float32. `loss` needs far less memory."""
@@ -281,9 +335,31 @@ class LanguageModel(nn.Module):
         if documents is not None:
             for block in self._blocks():
                 block.attention.check_documents(has_state=state is not None or keep_state)
-        x = self.embedding_norm(self.embedding(tokens))
+        x, last = self._placed(self.embedding(tokens), state, documents)
+        x = self.embedding_norm(x)
         x, states = self.blocks(x, state, documents=documents, keep_state=keep_state)
-        return self.final_norm(x), states if keep_state else None
+        return self.final_norm(x), [*states, *last] if keep_state else None
+
+    def _placed(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: list[Any] | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], list[Float64[Tensor, "B"]]]:
+        """x with learned positions, if there are any, and those of the last tokens.
+
+        These are what the state has after those of all layers.
+        """
+        if self.positions is None:
+            return x, []
+        where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
+        if state is None:
+            self.positions.check_length(where.T)
+            start = x.new_zeros(len(x), dtype=torch.float64)
+        else:
+            start = state[-1]
+        position = where.positions(start)
+        return self.positions(x, position), [where.last(position)]
 
     def _documents(
         self, tokens: Tensor, cu_seqlens: Tensor | None, is_first: Tensor | None
@@ -304,13 +380,15 @@ class LanguageModel(nn.Module):
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
         is_first: Bool[Tensor, "B T_whole"] | None = None,
         row_losses: RowLosses | None = None,
+        z_loss: float = 0.0,
     ) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient.
 
         cu_seqlens and is_first are as in `activations`. row_losses receives the B * T losses.
+        z_loss is the factor of what is added as in `linear_cross_entropy`.
         """
         hidden, _ = self.activations(tokens, cu_seqlens=cu_seqlens, is_first=is_first)
-        return self.head(hidden.flatten(0, 1), target.flatten(), row_losses)  # type: ignore[no-any-return]
+        return self.head(hidden.flatten(0, 1), target.flatten(), row_losses, z_loss)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def token_losses(
@@ -354,12 +432,14 @@ class LanguageModel(nn.Module):
 
         With `inplace`, `state` may be overwritten: one of fixed size then needs no new memory.
         """
-        x = self.embedding_norm(self.embedding(token[:, None]))
+        x, last = self._placed(self.embedding(token[:, None]), state)
+        x = self.embedding_norm(x)
         states = []
-        for block, layer_state in zip(self._blocks(), state, strict=True):
+        for block, layer_state in zip(self._blocks(), state, strict=False):
             x, new_state = block.step(x, layer_state, inplace=inplace)
             states.append(new_state)
-        return self.head(self.final_norm(x[:, 0])), states
+        last = overwrite(state[len(states) :], last) if inplace else last
+        return self.head(self.final_norm(x[:, 0])), [*states, *last]
 
     def set_positions(self, scaling: PositionScaling) -> None:
         """Scale positions from now on. ValueError where a layer does not support it."""

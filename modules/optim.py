@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,10 +11,12 @@ from torch.optim import Optimizer
 
 from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.roles import Role, parameter_roles
+from longhaul.modules.muon import Muon
+from longhaul.modules.roles import Role, fused_rows, parameter_roles
 
-MOMENTS = dict.fromkeys(("adam", "adamw"), ("exp_avg", "exp_avg_sq"))
-"""What each kind of group keeps of a parameter, in the parameter's shape; beside it, a `step`."""
+_ADAM = "exp_avg", "exp_avg_sq"
+MOMENTS = {"adam": _ADAM, "adamw": _ADAM, "muon": ("momentum",)}
+"""What each kind of group keeps of a parameter, in the parameter's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +51,53 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LargerUpdateConfig:
+    """An entry of `optim.larger_updates`: the size of updates from a number of tokens on."""
+
+    at_tokens: int
+    """Tokens trained before, rounded up to a whole number of updates."""
+
+    factor: int
+    """Size in `tokens_per_update`, 2 or more, whose root the learning rate is multiplied by."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "at_tokens", least=1, prefix="optim.larger_updates.")
+        check_bounds(self, "factor", least=2, most=1 << 20, prefix="optim.larger_updates.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimizer, its schedule, the size of an update, and what to do about spikes."""
 
     tokens_per_update: int
     """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
 
-    name: Literal["adam", "adamw"] = "adamw"
-    """adam | adamw: the optimizer."""
+    larger_updates: list[LargerUpdateConfig] = field(default_factory=list)
+    """Larger updates from later tokens on, in their order, each with the keys below."""
+
+    name: Literal["adam", "adamw", "muon"] = "adamw"
+    """adam | adamw | muon (for the matrices of blocks; adam for the rest): the optimizer."""
 
     learning_rate: float = 6e-4
     """Peak learning rate, more than 0."""
 
     beta1: float = 0.9
-    """Decay of the first moment per update, 0 to below 1."""
+    """Decay of Adam's first moment per update, 0 to below 1."""
 
     beta2: float = 0.999
-    """Decay of the second moment per update, 0 to below 1."""
+    """Decay of Adam's second moment per update, 0 to below 1."""
 
     epsilon: float = 1e-8
-    """Added to the square root of the second moment, more than 0."""
+    """Added to the square root of Adam's second moment, more than 0."""
 
     weight_decay: float = 0.0
-    """Decay per unit of learning rate of the blocks' matrices alone, 0 or more; adamw only."""
+    """Decay per unit of learning rate of the blocks' matrices alone, 0 or more; not adam."""
 
     gradient_clip: float | None = 1.0
     """Largest norm of the whole gradient, more than 0; null: no clipping."""
+
+    z_loss: float = 0.0
+    """Factor of the mean of (log sum exp logits)^2, added to the loss in training, 0 or more."""
 
     max_skipped_updates: int = 10
     """Number of consecutive skipped updates after which the run stops, 1 or more."""
@@ -95,24 +119,53 @@ class OptimConfig:
             )
         positive = ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates")
         check_bounds(self, *positive, above=0, below=math.inf, prefix="optim.")
-        check_bounds(self, "weight_decay", least=0, below=math.inf, prefix="optim.")
+        check_bounds(self, "weight_decay", "z_loss", least=0, below=math.inf, prefix="optim.")
         check_bounds(self, "beta1", "beta2", least=0, below=1, prefix="optim.")
         check_bounds(self, "gradient_clip", "spike_sigma", above=0, prefix="optim.")
         if self.on_spike == "rewind" and self.spike_sigma is None:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
             )
+        starts = [one.at_tokens for one in self.larger_updates]
+        for number, (before, start) in enumerate(pairwise(starts), 1):
+            if start <= before:
+                raise ValueError(
+                    f"optim.larger_updates.{number}.at_tokens: found {start}, wanted more than the "
+                    f"{before} before it"
+                )
+
+    def update_factor(self, tokens: int) -> int:
+        """Size of the update that begins after so many trained tokens, in `tokens_per_update`.
+
+        It counts as so many steps.
+        """
+        factors = (one.factor for one in self.larger_updates[::-1] if one.at_tokens <= tokens)
+        return next(factors, 1)
+
+    def num_steps(self, tokens: int) -> int:
+        """Steps of the fewest updates that have so many tokens together."""
+        step = 0
+        ends = [one.at_tokens for one in self.larger_updates]
+        for end in (*ends, tokens):
+            end = min(end, tokens)
+            missing = -(-end // self.tokens_per_update) - step
+            if missing > 0:
+                factor = self.update_factor(step * self.tokens_per_update)
+                step += -(-missing // factor) * factor
+        return step
 
 
 def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups of all trainable parameters, by their roles; a role's settings are stated here alone.
 
     Each has a `kind`, which decides how its parameters are updated and what state they have, a
-    factor of the learning rate, `lr_factor`, and a `weight_decay`.
+    factor of the learning rate, `lr_factor`, and a `weight_decay`; one of kind muon also has the
+    `rows` of the matrices that each of its parameters holds.
     """
+    other = "adam" if config.name == "muon" else config.name
     settings = {
         role: {
-            "kind": config.name,
+            "kind": config.name if role == "matrix" else other,
             "lr_factor": 1.0,
             "weight_decay": config.weight_decay if role == "matrix" else 0.0,
         }
@@ -131,13 +184,19 @@ def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str
             {**groups[0], "params": [p for _, p in trained if (p.ndim >= 2) == is_first]}
             for is_first in (True, False)
         ]
+    fused = fused_rows(model)
+    rows = {id(p): fused.get(name, (len(p),)) for name, p in model.named_parameters() if p.ndim}
+    for group in groups:
+        if group["kind"] == "muon":
+            group["rows"] = [rows[id(p)] for p in group["params"]]
     # torch cannot save and restore an optimizer with an empty group.
     return [group for group in groups if group["params"]]
 
 
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the tensors kept for each parameter of a group, after its first update."""
-    return ("step", *MOMENTS[group["kind"]])
+    moments = MOMENTS[group["kind"]]
+    return moments if group["kind"] == "muon" else ("step", *moments)
 
 
 def num_moments(groups: Iterable[Mapping[str, Any]]) -> int:
@@ -147,14 +206,11 @@ def num_moments(groups: Iterable[Mapping[str, Any]]) -> int:
 
 def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
     """The optimizer of all trainable parameters."""
+    groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
+    if config.name == "muon":
+        return Muon(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return cls(
-        parameter_groups(model, config),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    return cls(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:

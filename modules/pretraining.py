@@ -29,7 +29,7 @@ from longhaul.modules.optim import (
     learning_rate_factor,
     set_learning_rate,
 )
-from longhaul.modules.progress import Progress
+from longhaul.modules.progress import Progress, is_passed
 from longhaul.modules.skipped_updates import Skip, reason_to_skip
 
 _RECENT_LOSSES = 100
@@ -39,11 +39,13 @@ _RECENT_LOSSES = 100
 class Update:
     """Metrics of one update."""
 
-    loss: float  # mean over the update and all ranks, nats per token
+    loss: float  # cross-entropy, mean over the update and all ranks, nats per token
     gradient_norm: float  # before clipping
     learning_rate: float
     skip: Skip | None  # set if the update was skipped
+    steps: int = 1  # that it counts as
     source_losses: tuple[float, ...] = ()  # the mean of each source; NaN where it has no sample
+    z_loss: float | None = None  # what was added to the loss, in the mean; None without z-loss
 
 
 class Outcome(NamedTuple):
@@ -140,8 +142,8 @@ class Pretraining(LightningModule):
 
         Args:
             model, optim: what is trained, and how.
-            accumulation: micro-batches of a rank per update.
-            samples_per_update: samples that all ranks together consume per update.
+            accumulation: micro-batches of a rank per `optim.tokens_per_update`.
+            samples_per_update: samples that all ranks together consume in these.
             max_tokens: budget, at which the schedule of the learning rate ends.
             train_only: freezes all parameters outside submodules of that name.
             num_sources: number of sources whose losses are told apart; batches then hold `source`.
@@ -159,6 +161,7 @@ class Pretraining(LightningModule):
         self.last_update: Update | None = None
         self._micro_step = 0
         self._loss_sum: Tensor | None = None
+        self._z_loss_sum: Tensor | None = None
         self._num_sources = num_sources
         self._source_sums: Tensor | None = None  # (2, sources): losses, and tokens
         self._parallelism: Parallelism
@@ -169,7 +172,7 @@ class Pretraining(LightningModule):
         own = strategy if isinstance(strategy, Parallelism) else None
         self._is_stock = own is None
         # An interrupted fit may have left half an update.
-        self._micro_step, self._loss_sum, self._source_sums = 0, None, None
+        self._forget_losses()
         if self._is_stock:
             self.zero_grad()
         self._parallelism = own or _Stock(strategy)
@@ -189,34 +192,47 @@ class Pretraining(LightningModule):
             batch_idx: not read.
         """
         self.last_update = None
-        is_last = self._micro_step == self.accumulation - 1
+        size = self.optim.update_factor(self.progress.tokens)
+        micro_batches = size * self.accumulation
+        is_last = self._micro_step == micro_batches - 1
         tokens, target = self._own_part(batch["input"]), self._own_part(batch["target"])
-        row_losses = RowLosses() if self._num_sources else None
+        row_losses = RowLosses() if self._num_sources or self.optim.z_loss else None
         with self._parallelism.accumulating(is_last):
             loss = self.model.loss(
-                tokens, target, is_first=batch.get("is_first"), row_losses=row_losses
+                tokens,
+                target,
+                is_first=batch.get("is_first"),
+                row_losses=row_losses,
+                z_loss=self.optim.z_loss,
             )
-            loss = loss / self.accumulation
+            loss = loss / micro_batches
             self.manual_backward(loss)
         # No zero to begin with: it would have to be copied to the device, which first finishes the
         # whole backward pass.
         own = loss.detach()
-        self._loss_sum = own if self._loss_sum is None else self._loss_sum + own
-        if row_losses is not None:
+        if row_losses is not None and self.optim.z_loss:
+            own = row_losses.all().mean() / micro_batches
+            z_loss = self.optim.z_loss * row_losses.normalizers().square().mean()
+            self._z_loss_sum = _sum(self._z_loss_sum, z_loss / micro_batches)
+        self._loss_sum = _sum(self._loss_sum, own)
+        if row_losses is not None and self._num_sources:
             self._add_by_source(row_losses.all().view_as(target), batch["source"])
         self._micro_step += 1
         if is_last:
-            self.last_update = self._update(self._loss_sum, context=batch["target"].shape[1])
-            self._micro_step, self._loss_sum, self._source_sums = 0, None, None
+            self.last_update = self._update(self._loss_sum, size)
+            self._forget_losses()
             if self._is_stock:
                 self._log(self.last_update)
                 self.check_skips(self.last_update)
 
-    def _update(self, loss_sum: Tensor, context: int) -> Update:
-        """Set the rate, make a step unless the update is bad, and advance the counters."""
+    def _update(self, loss_sum: Tensor, size: int) -> Update:
+        """Set the rate, make a step unless the update is bad, and advance the counters.
+
+        `size` is that of the update, in `optim.tokens_per_update`.
+        """
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
-        learning_rate = self.optim.learning_rate * factor
+        learning_rate = self.optim.learning_rate * factor * math.sqrt(size)
         # Lightning's wrapper counts the steps for a plain trainer.
         own: Any = self.optimizers() if self._is_stock else self.trainer.optimizers[0]
         optimizer: Optimizer = own
@@ -232,19 +248,24 @@ class Pretraining(LightningModule):
             lambda loss: reason_of(loss) is None,
         )
 
-        progress.step += 1
+        progress.step += size
         skip: Skip | None = None
         if applied:
             progress.skipped_in_a_row = 0
             progress.recent_losses = [*progress.recent_losses, loss][-_RECENT_LOSSES:]
         else:
-            first, after = progress.samples, progress.samples + self.samples_per_update
+            first, after = progress.samples, progress.samples + size * self.samples_per_update
             skip = Skip(progress.step, first, after - 1, is_spike=reason_of(loss) == "spike")
             progress.skipped.append(skip)
             progress.skipped_in_a_row += 1
-        progress.samples += self.samples_per_update
-        progress.tokens += self.samples_per_update * context
-        return Update(loss, norm, learning_rate, skip, self._source_losses())
+        progress.samples += size * self.samples_per_update
+        progress.tokens += size * self.optim.tokens_per_update
+        z_loss = None if self._z_loss_sum is None else _mean_over_ranks(self._z_loss_sum).item()
+        return Update(loss, norm, learning_rate, skip, size, self._source_losses(), z_loss)
+
+    def _forget_losses(self) -> None:
+        self._micro_step = 0
+        self._loss_sum = self._z_loss_sum = self._source_sums = None
 
     def _add_by_source(self, losses: Float[Tensor, "b T"], source: Int[Tensor, "b"]) -> None:
         """Add losses and tokens of each source, without a wait for the device."""
@@ -254,7 +275,7 @@ class Pretraining(LightningModule):
         own = losses.sum(1, dtype=torch.float64)  # (b,)
         tokens = torch.full_like(own, losses.shape[1])
         sums = torch.stack([own, tokens]) @ is_own.T  # (2, sources)
-        self._source_sums = sums if self._source_sums is None else self._source_sums + sums
+        self._source_sums = _sum(self._source_sums, sums)
 
     def _source_losses(self) -> tuple[float, ...]:
         """The mean loss of each source in this update, over all ranks."""
@@ -287,9 +308,11 @@ class Pretraining(LightningModule):
             "train/gradient_norm": update.gradient_norm,
             "train/learning_rate": update.learning_rate,
         }
+        if update.z_loss is not None:
+            metrics["train/z_loss"] = update.z_loss
         self.log_dict(metrics, logger=False)  # for callbacks
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self.progress.step % every == 0:
+        if every and is_passed(every, self.progress.step, update.steps):
             for logger in self.loggers:
                 logger.log_metrics(metrics, self.progress.step)
 
@@ -312,6 +335,10 @@ class Pretraining(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         stored = checkpoint["progress"]
         self.progress = Progress(**stored | {"skipped": [Skip(**one) for one in stored["skipped"]]})
+
+
+def _sum(total: Tensor | None, one: Tensor) -> Tensor:
+    return one if total is None else total + one
 
 
 def _mean_over_ranks(value: Float[Tensor, ""]) -> Float[Tensor, ""]:

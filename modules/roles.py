@@ -1,4 +1,4 @@
-"""The role of each parameter of a model, by which the optimizer chooses its group."""
+"""What modules say of their parameters to the optimizer: roles, and matrices held in one."""
 
 from typing import Literal
 
@@ -33,3 +33,27 @@ def parameter_roles(module: nn.Module) -> dict[str, Role]:
             "parameters"
         )
     return found | stated
+
+
+def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The rows of each matrix in parameters that hold several, one below the other, by name.
+
+    A module with such a parameter has an attribute `fused_rows`: rows by the name of the parameter,
+    or by that of a child's.
+
+    Raises:
+        ValueError: a module names a parameter that it does not have, or other rows than it has.
+    """
+    sizes = {name: parameter.shape[:1] for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[int, ...]] = {}
+    for path, module in model.named_modules():
+        stated: dict[str, tuple[int, ...]] = getattr(module, "fused_rows", {})
+        for own, rows in stated.items():
+            name = f"{path}.{own}" if path else own
+            if tuple(sizes.get(name, ())) != (sum(rows),):
+                raise ValueError(
+                    f"{type(module).__name__}.fused_rows: found {own} of {rows} rows, wanted a "
+                    "parameter and all its rows"
+                )
+            found[name] = rows
+    return found

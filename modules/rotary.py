@@ -1,11 +1,14 @@
-"""Rotary positions, accurate over a million tokens, and their scaling at evaluation."""
+"""Rotary positions, accurate over a million tokens, and how they are scaled."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
+
+from longhaul.kernels.rotary import rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +35,136 @@ class PositionScaling:
             raise ValueError(f"position context: found {self.context}, wanted the training context")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How a model's rotation rates differ from theta_j, in options named as in transformers; L0 is
+    original_max_position_embeddings, and the wavelength of a rate is 2 pi / theta_j tokens.
+    """
+
+    rope_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    """none | linear (all rates / factor) | llama3, yarn (slow ones only) | longrope (by lists)."""
+
+    factor: float = 1.0
+    """Ratio of the longer context to L0, 1 or more."""
+
+    original_max_position_embeddings: int | None = None
+    """L0, the context before it was made longer, in tokens, 2 or more; null with none, linear."""
+
+    low_freq_factor: float = 1.0
+    """llama3: rates of wavelengths above L0 / low_freq_factor are divided by factor; above 0."""
+
+    high_freq_factor: float = 4.0
+    """llama3: those of wavelengths below L0 / high_freq_factor stay; above low_freq_factor."""
+
+    beta_fast: float = 32.0
+    """yarn: rates that turn more often than this in L0 tokens stay, more than beta_slow."""
+
+    beta_slow: float = 1.0
+    """yarn: rates that turn less often than this in L0 tokens are divided by factor, above 0."""
+
+    truncate: bool = True
+    """yarn: the pairs at which rates begin and end to change are whole numbers."""
+
+    attention_factor: float | None = None
+    """yarn, longrope: factor of rotated queries and keys; null: it follows from factor (and L0)."""
+
+    short_factor: list[float] = field(default_factory=list)
+    """longrope: divisors of the rates in sequences of up to L0 tokens, one for each pair."""
+
+    long_factor: list[float] = field(default_factory=list)
+    """longrope: those in longer sequences."""
+
+    def check(self) -> None:
+        """Raise ValueError at an option that does not fit."""
+        if self.rope_type in ("none", "linear"):
+            if self.original_max_position_embeddings is not None:
+                self._refuse("original_max_position_embeddings", f"null with {self.rope_type}")
+        elif (self.original_max_position_embeddings or 0) < 2:
+            self._refuse("original_max_position_embeddings", "2 or more")
+        if not 1 <= self.factor < math.inf:
+            self._refuse("factor", "1 or more, finite")
+        if self.rope_type == "none" and self.factor != 1:
+            self._refuse("factor", "1 with none")
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            self._refuse("high_freq_factor", "more than low_freq_factor, which is more than 0")
+        if not 0 < self.beta_slow < self.beta_fast < math.inf:
+            self._refuse("beta_fast", "more than beta_slow, which is more than 0")
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            self._refuse("attention_factor", "more than 0, finite")
+        for name in ("short_factor", "long_factor"):
+            divisors = getattr(self, name)
+            if bool(divisors) != (self.rope_type == "longrope"):
+                self._refuse(name, "one number for each pair with longrope, else none")
+            if not all(0 < one < math.inf for one in divisors):
+                self._refuse(name, "numbers more than 0")
+
+    def _refuse(self, name: str, wanted: str) -> NoReturn:
+        found = getattr(self, name)
+        raise ValueError(f"rotary_scaling.{name}: found {found}, wanted {wanted}")
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether rates change with the sequence length."""
+        return self.rope_type == "longrope" and self.short_factor != self.long_factor
+
+    @property
+    def gain(self) -> float:
+        """The factor of cosines and sines."""
+        if self.rope_type not in ("yarn", "longrope") or self.attention_factor is not None:
+            return self.attention_factor or 1.0
+        if self.factor == 1:
+            return 1.0
+        if self.rope_type == "yarn":
+            return 0.1 * math.log(self.factor) + 1
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.context))
+
+    @property
+    def context(self) -> int:
+        """L0; 0 where it has no meaning."""
+        return self.original_max_position_embeddings or 0
+
+    def scaled(
+        self, turns: Float64[Tensor, "J"], base: float, first_turns: float, length: int
+    ) -> Float64[Tensor, "J"]:
+        """Turns per token of every pair in a sequence of `length` tokens.
+
+        `turns` are those without scaling, first_turns base^(-j / J) for j = 0, 1, ...
+        Sources: linear interpolation, Chen et al. (2023), arXiv:2306.15595; yarn, Peng et al.
+        (2023), arXiv:2309.00071; longrope, Ding et al. (2024), arXiv:2402.13753; llama3, the code
+        of Llama 3.1. All as in transformers.
+        """
+        slow = turns / self.factor
+        if self.rope_type == "none":
+            return turns
+        if self.rope_type == "linear":
+            return slow
+        if self.rope_type == "longrope":
+            divisors = self.long_factor if length > self.context else self.short_factor
+            return turns / turns.new_tensor(divisors)
+        if self.rope_type == "llama3":
+            low, high = self.low_freq_factor, self.high_freq_factor
+            kept = ((self.context * turns - low) / (high - low)).clamp(0, 1)
+            return kept * turns + (1 - kept) * slow
+        first, last = (
+            # The pair, perhaps between two, that turns so often in L0 tokens.
+            len(turns) * math.log(self.context * first_turns / often) / math.log(base)
+            for often in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * len(turns) - 1)
+        pairs = torch.arange(len(turns), dtype=turns.dtype, device=turns.device)
+        divided = ((pairs - first) / ((last - first) or 1e-3)).clamp(0, 1)
+        return divided * slow + (1 - divided) * turns
+
+
 class Rotary:
-    """Rotation rates of the width / 2 pairs: theta_j = first base^(-2 (j - 1) / width), j = 1, ...
+    """Rotation rates of pairs of coordinates: theta_j = first base^(-2 (j - 1) / d), j = 1, ...
 
     The usual embedding has first = 1 radian per token. The symmetric-power papers have first =
     2 pi, and base = N, the length of the longest document. Rates are stored in turns per token.
-    `backwards` rotates by the negative of every angle.
+    `backwards` rotates by the negative of every angle. The first d = share x width coordinates
+    rotate, j with j + d / 2; the others do not.
     """
 
     def __init__(
@@ -47,19 +174,47 @@ class Rotary:
         base: float,
         first_turns: float = 1 / (2 * math.pi),
         backwards: bool = False,
+        share: float = 1.0,
+        model_scaling: RotaryScaling | None = None,
     ) -> None:
-        if width % 2:
-            raise ValueError(f"head width: found {width}, wanted an even one, to rotate pairs")
-        self.width = width
+        self.width = int(width * share)
+        if self.width % 2 or self.width < 2:
+            raise ValueError(
+                f"head width: found {self.width} coordinates to rotate of {width}, wanted an even "
+                "number, 2 or more, since pairs rotate"
+            )
         self.base = base
         self.first_turns = first_turns
         self.backwards = backwards
+        self.model_scaling = RotaryScaling() if model_scaling is None else model_scaling
         self.scaling = PositionScaling()
+        for name in ("short_factor", "long_factor"):
+            divisors = getattr(self.model_scaling, name)
+            if divisors and len(divisors) != self.width // 2:
+                raise ValueError(
+                    f"rotary_scaling.{name}: found {len(divisors)} numbers, wanted one for each of "
+                    f"{self.width // 2} pairs"
+                )
 
     @property
     def depends_on_length(self) -> bool:
         """Whether rates change with the sequence length, which a state cannot follow."""
-        return self.scaling.name == "dynamic_ntk"
+        return self.scaling.name == "dynamic_ntk" or self.model_scaling.depends_on_length
+
+    @property
+    def length_scaling(self) -> str:
+        """The scaling for which rates change with the sequence length."""
+        is_of_model = self.model_scaling.depends_on_length
+        return self.model_scaling.rope_type if is_of_model else self.scaling.name
+
+    def rotated(
+        self, x: Float[Tensor, "*#rows K"], cos: Tensor, sin: Tensor
+    ) -> Float[Tensor, "*#rows K"]:
+        """x, whose coordinates that rotate are rotated by their phases."""
+        if self.width == x.shape[-1]:
+            return rotate(x, cos, sin)
+        first, rest = x.split([self.width, x.shape[-1] - self.width], dim=-1)
+        return torch.cat([rotate(first, cos, sin), rest], dim=-1)
 
     def turns(self, length: int, device: torch.device) -> Float64[Tensor, "J"]:
         """Turns per token of every pair, in a sequence of `length` tokens.
@@ -73,6 +228,7 @@ class Rotary:
             base *= grown ** (self.width / max(self.width - 2, 1))
         pairs = torch.arange(self.width // 2, dtype=torch.float64, device=device)
         turns = self.first_turns * base ** (-2 * pairs / self.width)
+        turns = self.model_scaling.scaled(turns, base, self.first_turns, length)
         return turns / scaling.factor if scaling.name == "linear" else turns
 
     def phases(
@@ -84,6 +240,8 @@ class Rotary:
     ) -> tuple[Float[Tensor, "B T #H J"], Float[Tensor, "B T #H J"]]:
         """Cosine and sine of mu_t theta_j, or mu_t speed_hj theta_j, in at least float32.
 
+        Both are multiplied by the gain of the model's scaling, if it has one.
+
         A sum of rates in float32 is wrong by 0.2 rad after a million tokens, and in bf16 by whole
         turns. So the rotation mu_t is float64, and whole turns are removed in float64: the phase is
         accurate to 1e-9 turns. `rotation` holds one number per token, not one per pair.
@@ -94,4 +252,6 @@ class Rotary:
         turns = rotation[:, :, None, None] * rates  # (B, T, 1, J) or (B, T, H, J)
         dtype = torch.promote_types(dtype, torch.float32)
         angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
-        return angle.cos(), -angle.sin() if self.backwards else angle.sin()
+        cos, sin = angle.cos(), -angle.sin() if self.backwards else angle.sin()
+        gain = self.model_scaling.gain
+        return (cos, sin) if gain == 1 else (gain * cos, gain * sin)

@@ -7,7 +7,7 @@ tests/test_docs.py fails when the page and the dataclasses differ.
 
 from pathlib import Path
 
-from longhaul.configs.reference import Section, kind_section, sections
+from longhaul.configs.reference import Section, kind_section, parts_of_kinds, sections
 from longhaul.modules.attention import attention_config, registered_variants
 
 PAGE = Path(__file__).parent.parent / "configuration.md"
@@ -31,6 +31,10 @@ def page(text: str) -> str:
     ]
     parts.append(_VARIANTS)
     parts += [_kind(kind) for kind in registered_variants()]
+    parts += [
+        f"\n## model.attention.{one.title}\n\n{one.meaning}\n\n{_table(one)}"
+        for one in parts_of_kinds()
+    ]
     return "".join(parts)
 
 

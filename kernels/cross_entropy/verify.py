@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ class LossCase(Case):
     forms: tuple[str, ...] = ("loss",)
     vocabulary: int = 50_304
     content: str = "normal"  # or "large"
+    softcap: float | None = None
+    z_loss: float = 0.0
 
     @property
     def gigabytes(self) -> float:
@@ -40,16 +43,26 @@ class LossCase(Case):
 
     def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
         logits = inputs["logits"].to(dtype, copy=True)
-        losses = cross_entropy_(
-            logits, inputs["target"], with_gradient=True, backend=how["backend"]
+        losses, normalizers = cross_entropy_(
+            logits,
+            inputs["target"],
+            with_gradient=True,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            backend=how["backend"],
         )
-        return {"losses": losses, "dlogits": logits}
+        return {"losses": losses, "normalizers": normalizers, "dlogits": logits}
 
     def expected(self, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         logits, target = inputs["logits"].to(dtype).requires_grad_(), inputs["target"]
-        losses = torch.nn.functional.cross_entropy(logits, target, reduction="none")
-        (gradient,) = torch.autograd.grad(losses.sum(), [logits])
-        return {"losses": losses.detach(), "dlogits": gradient}
+        cap = self.softcap
+        y = logits if cap is None else cap * torch.tanh(logits / cap)
+        losses = torch.nn.functional.cross_entropy(y, target, reduction="none")
+        normalizers = y.logsumexp(1)
+        total = (losses + self.z_loss * normalizers.square()).sum()
+        (gradient,) = torch.autograd.grad(total, [logits])
+        found = {"losses": losses, "normalizers": normalizers}
+        return {name: one.detach() for name, one in found.items()} | {"dlogits": gradient}
 
 
 def cases(dtype: str) -> list[Case]:
@@ -59,14 +72,18 @@ def cases(dtype: str) -> list[Case]:
         LossCase(name="loss, 257 ids", dtype=dtype, T=77, vocabulary=257),
         LossCase(name="loss, one row", dtype=dtype, T=1, vocabulary=5001),
         LossCase(name="loss, large logits", dtype=dtype, T=9, vocabulary=4100, content="large"),
+        LossCase(name="loss, soft-capped", dtype=dtype, T=9, vocabulary=4100, softcap=5.0),
+        LossCase(name="loss with z-loss", dtype=dtype, T=9, vocabulary=4100, z_loss=0.1),
     ]
 
 
 def _launch(dtype: torch.dtype) -> None:
     triton = importlib.import_module("longhaul.kernels.cross_entropy.triton")
-    logits = torch.zeros(2, 50_304, dtype=dtype)
-    for with_gradient in (True, False):
-        triton.cross_entropy_(logits, torch.zeros(2).long(), with_gradient=with_gradient)
+    logits, target = torch.zeros(2, 50_304, dtype=dtype), torch.zeros(2).long()
+    for with_gradient, softcap in itertools.product((True, False), (None, 30.0)):
+        triton.cross_entropy_(
+            logits, target, with_gradient=with_gradient, softcap=softcap, z_loss=0.0
+        )
 
 
 # Small calls to compile.

@@ -43,22 +43,38 @@ _MACHINES = {
 
 
 def power_flops(
-    T: int, K: int, V: int, degree: int, form: str, chunk_size: int | None = None
+    T: int,
+    K: int,
+    V: int,
+    degree: int,
+    form: str,
+    chunk_size: int | None = None,
+    *,
+    queries: int = 1,
 ) -> int:
-    """Useful floating-point operations of a forward pass, per head, a multiply-add counted as two.
+    """Useful floating-point operations of a forward pass, a multiply-add counted as two.
 
-    Chunked: 4 P V per token for the state (update and read-out) with the mathematical P, and
-    2 (K + V) for each pair of a token with itself or an earlier one of its chunk. Attention: the
-    same pairs of the whole sequence, without a state; recurrent: chunks of one token.
+    They are those of a key head that so many query heads read. Chunked: 2 P V per token for the
+    update of the state, with the mathematical P, and for each read-out, and 2 (K + V) for each pair
+    of a query with a key of its token or of an earlier one of its chunk. Attention: the same pairs
+    of the whole sequence, without a state; recurrent: chunks of one token.
     """
+    products, pairs = _state_products_and_pairs(T, K, V, degree, form, chunk_size)
+    return (1 + queries) * products + queries * pairs * 2 * (K + V)
+
+
+def _state_products_and_pairs(
+    T: int, K: int, V: int, degree: int, form: str, chunk_size: int | None
+) -> tuple[int, int]:
+    """Operations of one product of all tokens with states, and pairs of tokens that are scored."""
     if form == "attention":
-        return _pairs(T) * 2 * (K + V)
+        return 0, _pairs(T)
     if form == "recurrent":
         chunk_size = 1
     elif chunk_size is None:
         chunk_size = choose_chunk_size(T, K, V, degree)
     pairs = T // chunk_size * _pairs(chunk_size) + _pairs(T % chunk_size)
-    return T * 4 * symmetric_dim(K, degree) * V + pairs * 2 * (K + V)
+    return power_state_flops(T, K, V, degree), pairs
 
 
 def _pairs(T: int) -> int:
@@ -67,16 +83,24 @@ def _pairs(T: int) -> int:
 
 
 def power_backward_flops(
-    T: int, K: int, V: int, degree: int, form: str, chunk_size: int | None = None
+    T: int,
+    K: int,
+    V: int,
+    degree: int,
+    form: str,
+    chunk_size: int | None = None,
+    *,
+    queries: int = 1,
 ) -> int:
-    """Useful floating-point operations of a backward pass, per head: 2.5 times the forward pass.
+    """Useful floating-point operations of a backward pass; arguments as in `power_flops`.
 
-    The state takes five products of 2 P V per token instead of two: its update (counted whether it
-    is kept or computed again), dφ(q), dS, dv and dφ(k). A pair of tokens also takes five instead of
-    two: its score again, the gradient of the score, dv, dq and dk; exactly 2.5 times the work if
-    K = V.
+    The state takes three products of 2 P V per token for a key head: its update (counted whether
+    it is kept or computed again), dv and dφ(k); and two for each query head, dφ(q) and dS. A pair
+    takes five instead of two: its score again, the gradient of the score, dv, dq and dk. With one
+    query head this is 2.5 times the forward pass, exactly if K = V.
     """
-    return 5 * power_flops(T, K, V, degree, form, chunk_size) // 2
+    products, pairs = _state_products_and_pairs(T, K, V, degree, form, chunk_size)
+    return (3 + 2 * queries) * products + queries * pairs * 5 * (K + V)
 
 
 def power_state_flops(T: int, K: int, V: int, degree: int) -> int:

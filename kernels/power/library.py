@@ -194,7 +194,8 @@ def _flops(
     count: Callable[..., int], q: Tensor, v: Tensor, cu_seqlens: Tensor | None, settings: Any
 ) -> int:
     sizes = (q.shape[3], v.shape[3], settings["degree"], settings["form"], settings["chunk_size"])
-    return q.shape[2] * sum(count(T, *sizes) for T in lengths(q, cu_seqlens))
+    H, G = q.shape[2], v.shape[2]
+    return G * sum(count(T, *sizes, queries=H // G) for T in lengths(q, cu_seqlens))
 
 
 @register_flop_formula(_OPS.power_forward, get_raw=True)

@@ -5,7 +5,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -21,7 +21,7 @@ from longhaul.modules.attention.parts.qkv import QKV
 from longhaul.modules.attention.parts.qkv import LayerShape as LayerShape
 from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import PositionScaling, Rotary
+from longhaul.modules.rotary import PositionScaling, Rotary, RotaryScaling
 from longhaul.modules.sequence_part import SequencePart
 
 logger = logging.getLogger(__name__)
@@ -51,20 +51,55 @@ class AttentionConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(AttentionConfig):
-    """The option of variants with the usual rotary positions."""
+    """The options of variants with the usual rotary positions."""
 
     positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
 
     rotary_base: float = 10_000.0
     """Base of theta_j = rotary_base^(-2 (j - 1) / K) radians per token, more than 1."""
 
+    rotary_share: float = 1.0
+    """Share of a head's width that rotates, its first coordinates; above 0, at most 1."""
+
+    rotary_scaling: RotaryScaling = field(default_factory=RotaryScaling)
+    """How the rates are scaled, as in models that were made to read longer contexts."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, "rotary_base", above=1, below=math.inf)
+        check_bounds(self, "rotary_share", above=0, most=1)
+        self.rotary_scaling.check()
 
     def build_rotary(self, width: int) -> Rotary | None:
         """The rotation of queries and keys of this width; None without positions."""
-        return Rotary(width, base=self.rotary_base)
+        return self.rotary_with(width, base=self.rotary_base)
+
+    def rotary_with(self, width: int, **rates: Any) -> Rotary:
+        """The rotation with other rates; `rates` are arguments of Rotary."""
+        share, scaling = self.rotary_share, self.rotary_scaling
+        return Rotary(width, share=share, model_scaling=scaling, **rates)
+
+    def check_whole_rotary(self, reason: str) -> None:
+        """Raise ValueError where only a share rotates, in a variant that needs all pairs."""
+        if self.rotary_share != 1:
+            raise ValueError(f"rotary_share: found {self.rotary_share} {reason}; wanted 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRotaryConfig(RotaryConfig):
+    """The options of variants whose rates may be those of the symmetric-power papers."""
+
+    longest_document: int | None = None
+    """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, "longest_document", least=2)
+
+    def build_rotary(self, width: int) -> Rotary | None:
+        if self.longest_document is None:
+            return super().build_rotary(width)
+        return self.rotary_with(width, base=float(self.longest_document), first_turns=1.0)
 
 
 def overwrite(state: Any, new_state: Any) -> Any:
@@ -88,6 +123,10 @@ class Attention(QKV):
     config: AttentionConfig
     can_round_state: ClassVar[bool] = False
     """Whether decoding may keep states in bfloat16."""
+    can_cut_state: ClassVar[bool] = False
+    """Whether its states have `without_last(count)`, which gives those before the last tokens."""
+    groups_keys: ClassVar[bool] = False
+    """Whether several query heads may share a key head."""
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence."""
 
@@ -95,6 +134,11 @@ class Attention(QKV):
         super().__init__(shape)
         _check_complete(config.kind, type(self))
         self.config = config
+        if shape.key_heads != shape.heads and not self.groups_keys:
+            raise ValueError(
+                f"model.kv_heads: found {shape.key_heads} for kind {config.kind}, which has a key "
+                f"head for each query head; wanted {shape.heads}"
+            )
 
     @abstractmethod
     def forward(
@@ -249,8 +293,8 @@ class Attention(QKV):
             )
         if self.rotary is not None and self.rotary.depends_on_length:
             raise ValueError(
-                "positions: found dynamic_ntk with several documents per row, each of its own "
-                "length; wanted linear or none, or one document per row"
+                f"positions: found {self.rotary.length_scaling} with several documents per row, "
+                "each of its own length; wanted linear or none, or one document per row"
             )
 
     def check_context_parallel(self) -> None:
@@ -332,9 +376,12 @@ def left_out() -> tuple[str, ...]:
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:
     """Build a variant by its kind, as the first layer; options are the fields of its config."""
-    return attention_config(kind)(**options).build(
-        LayerShape(width=model_dim, heads=num_heads, key_heads=num_heads)
+    if num_heads < 1 or model_dim % num_heads:
+        raise ValueError(f"num_heads: found {num_heads}, wanted a divisor of width {model_dim}")
+    shape = LayerShape(
+        width=model_dim, heads=num_heads, key_heads=num_heads, head_dim=model_dim // num_heads
     )
+    return attention_config(kind)(**options).build(shape)
 
 
 class Float32Parameters(nn.Module):

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
@@ -43,6 +42,8 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.bilinear or self.generator_per == "pair":
+            self.check_whole_rotary("with bilinear false or generator_per pair, which are of pairs")
         if self.step_size and self.generator != "full":
             raise ValueError(
                 f"step_size: found true with generator {self.generator}, wanted generator full"
@@ -108,15 +109,17 @@ class Cartan(VectorGates):
         self.split_heads(N)
         self.logit, self.step_size, self.gate = None, None, None
         if config.generator != "product":
-            self.logit = ScalarPerHead(shape.width, shape.heads * N)
+            self.logit = ScalarPerHead(shape.width, shape.key_heads * N)
         if config.step_size:
-            self.step_size = ScalarPerHead(shape.width, shape.heads * N)
+            self.step_size = ScalarPerHead(shape.width, shape.key_heads * N)
         if config.generator != "additive":
-            self.gate = ForgetGate(shape.width, shape.heads, config.gate_init, per_head=N)
+            self.gate = ForgetGate(shape.width, shape.key_heads, config.gate_init, per_head=N)
         # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
-        self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
+        self.norm = nn.GroupNorm(shape.heads, shape.mixed_width, eps=1e-10)
         self.add_qkv(config.build_rotary)
-        self.diagonal = shape.projection(shape.width) if config.negative_diagonal else None
+        self.diagonal = None
+        if config.negative_diagonal:
+            self.diagonal = shape.projection(shape.key_heads * shape.head_dim)
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         carried = super().initial_carried(count, device)
@@ -130,7 +133,7 @@ class Cartan(VectorGates):
         (gated_sum,), after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
         if self.diagonal is not None:
-            k = k * rearrange((1 + self.diagonal(x)).tanh(), "b t (h k) -> b t h k", k=k.shape[-1])
+            k = k * (1 + self.diagonal(x)).tanh().unflatten(-1, (-1, k.shape[-1]))
         if self.num_parts > 1 and gated_sum.value_scale is not None:
             # The scales of the parts of a key; the values of a head are one for all parts.
             k = k * gated_sum.value_scale
@@ -162,19 +165,20 @@ class Cartan(VectorGates):
                 s = s + log_softplus(self.step_size(x))
             softmax = key_softmax(s, documents, carried["log_mass"])
             log_g = softmax.log_g if log_g is None else log_g + softmax.log_g
-            alpha = rearrange(softmax.alpha, "b t (h n) -> b t h n", n=self.num_parts)
+            alpha = softmax.alpha.unflatten(-1, (-1, self.num_parts))  # (B, T, H, N)
             after["log_mass"] = softmax.log_mass
         if self.num_parts > 1:
-            log_g = rearrange(log_g, "b t (h n) -> b t h n", n=self.num_parts)
+            assert log_g is not None
+            log_g = log_g.unflatten(-1, (-1, self.num_parts))  # (B, T, H, N)
             if alpha is not None:
                 width = self.value_dim if self.splits_values else self.key_dim
-                alpha = repeat(alpha, "b t h n -> b t h (w n)", w=width)
+                alpha = alpha.repeat(1, 1, 1, width)  # (B, T, H, WN)
         return (GatedSum(log_g, alpha),), after
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B W T T"]:
         if self.num_parts == 1:
             return super().weights(x)
-        return self.part_weights(self.operands(x)).sum(dim=2)
+        return self.part_weights(self.of_query_heads(self.operands(x))).sum(dim=2)
 
 
 def log_softplus(x: Tensor) -> Tensor:

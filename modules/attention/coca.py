@@ -1,26 +1,36 @@
 """Collinear constrained attention (CoCA): keys collinear with every query, in one fused call."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.base import (
+    Attention,
+    DocumentRotaryConfig,
+    LayerShape,
+    register,
+)
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
-from longhaul.modules.attention.softmax import SoftmaxConfig
 from longhaul.modules.rotary import Rotary
 
 
 @register("coca")
 @dataclass(frozen=True, kw_only=True)
-class CocaConfig(SoftmaxConfig):
+class CocaConfig(DocumentRotaryConfig):
     """The rotary options of softmax, and which of the two versions of CoCA."""
+
+    cost: ClassVar[str] = "quadratic"
 
     mode: Literal["strict", "slack"] = "strict"
     """strict (the paper's formula) | slack (what the released code computes)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_whole_rotary("with kind coca, whose keys are made of the pairs of queries")
 
     def build(self, shape: LayerShape) -> Attention:
         return Coca(self, shape)
@@ -29,7 +39,7 @@ class CocaConfig(SoftmaxConfig):
 class Coca(FusedAttention):
     """Softmax attention in which the key for query m is q_m times non-negative coefficients.
 
-        t_n = relu((u_first + u_second) / 2), u = W_t x_n         (K / 2 numbers per head)
+        t_n = relu((u_first + u_second) / 2), u = W_t x_n     (K / 2 numbers per key head)
 
     strict: the key q_m o [t_n, t_n] (eq. 6) is rotated by n. Query and key have the same angle
     before rotation, which cancels. So the logit depends on positions through m - n only, and
@@ -67,9 +77,9 @@ class Coca(FusedAttention):
     def operands(
         self,
         q: Float[Tensor, "B H T K"],
-        k: Float[Tensor, "B H S J"],
+        k: Float[Tensor, "B G S J"],
         position: Float64[Tensor, "#B S"],
-    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B G S K"]]:
         T, S = q.shape[2], k.shape[2]
         cos, sin = (phase.transpose(1, 2) for phase in self.rotary.phases(position - 1, S, q.dtype))
         now = cos[:, :, S - T :], sin[:, :, S - T :]

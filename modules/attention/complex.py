@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Complex, Float, Float64, Shaped
 from torch import Tensor, nn
 
@@ -42,6 +41,7 @@ class ComplexConfig(RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_whole_rotary("with kind complex, whose pairs are complex numbers")
         if self.learned_sizes and self.decay:
             raise ValueError(
                 "decay: found true with learned_sizes, which starts from the same decays; wanted "
@@ -55,7 +55,7 @@ class ComplexConfig(RotaryConfig, PowerConfig):
 
     def build_rotary(self, width: int) -> Rotary | None:
         # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
-        return Rotary(width, base=self.rotary_base, backwards=True)
+        return self.rotary_with(width, base=self.rotary_base, backwards=True)
 
     def build(self, shape: LayerShape) -> Attention:
         return ComplexAttention(self, shape)
@@ -71,6 +71,7 @@ class Eigenvalues(Float32Parameters):
     """
 
     def __init__(self, num_heads: int, num_pairs: int, *, speeds: bool, sizes: bool) -> None:
+        """For key heads: the query heads of a key head share its eigenvalues, as its state."""
         super().__init__()
         self.num_heads = num_heads
         number = num_heads * num_pairs
@@ -91,7 +92,7 @@ class Eigenvalues(Float32Parameters):
         """The speeds, and log alpha; None where not learned."""
         # In float64 like the positions that multiply them, and no views, which FSDP warns of.
         speed, log_alpha = (
-            None if one is None else rearrange(one, "(h j) -> h j", h=self.num_heads).double()
+            None if one is None else one.unflatten(0, (self.num_heads, -1)).double()
             for one in (self.speed, self.nu)
         )
         return speed, None if log_alpha is None else -log_alpha.exp()
@@ -135,12 +136,12 @@ class ComplexAttention(VectorGates):
         self.eigenvalues = None
         if config.learned_rates or config.learned_sizes:
             self.eigenvalues = Eigenvalues(
-                self.num_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
+                self.num_key_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
             )
         if config.learned_sizes:
             self.split_heads(pairs)
         if not self.has_amplitudes:
-            self.norm = nn.GroupNorm(self.num_heads, self.model_dim)
+            self.norm = nn.GroupNorm(shape.heads, shape.mixed_width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
@@ -186,7 +187,7 @@ class ComplexAttention(VectorGates):
         return (first + second) * total.rsqrt()
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B H T T"]:
-        operands = self.operands(x)
+        operands = self.of_query_heads(self.operands(x))
         real, imaginary = (
             self.part_weights(OpInputs(operands.q, k, operands.v, operands.sums)).sum(dim=2)
             for k in _keys(operands.k)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float, Float64
 from torch import Tensor
 
@@ -18,16 +17,37 @@ from longhaul.modules.documents import Documents
 class KeyValueCache(NamedTuple):
     """Keys, as the variant caches them, and values of all tokens so far; grows with T."""
 
-    k: Float[Tensor, "B H T J"]
-    v: Float[Tensor, "B H T V"]
+    k: Float[Tensor, "B G T J"]
+    v: Float[Tensor, "B G T V"]
+
+    def without_last(self, count: int) -> "KeyValueCache":
+        """The cache before the last `count` tokens, 1 or more."""
+        return KeyValueCache(self.k[:, :, :-count], self.v[:, :, :-count])
+
+
+class RecentCache(NamedTuple):
+    """Keys and values of the last window - 1 tokens at most, and the number of all tokens."""
+
+    k: Float[Tensor, "B G S J"]
+    v: Float[Tensor, "B G S V"]
+    length: Float64[Tensor, "B"]
 
 
 class FusedAttention(Attention):
     """y_t = sum_i softmax_i(logit_ti) v_i. A variant defines the cache and the logits."""
 
+    groups_keys = True
+    window: int | None = None  # tokens that a token sees, itself included; None: all
+    softcap: float | None = None  # c in c tanh(logit / c); None: logits stay as they are
+    scale: float | None = None  # of logits; None: K^(-1/2)
+
     def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.out = shape.projection(shape.width)
+        self.out = shape.out_projection()
+
+    @property
+    def can_cut_state(self) -> bool:  # type: ignore[override]  # a class attribute in the base
+        return self.window is None  # else it holds no more tokens than the next one sees
 
     @abstractmethod
     def project(
@@ -38,10 +58,10 @@ class FusedAttention(Attention):
     def operands(
         self,
         q: Float[Tensor, "B H T K"],
-        k: Float[Tensor, "B H S J"],
+        k: Float[Tensor, "B G S J"],
         position: Float64[Tensor, "#B S"],
-    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
-        """q' and k' in the logits q'_t . k'_i / sqrt(K), for the last T of S tokens."""
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B G S K"]]:
+        """q' and k' in the logits scale q'_t . k'_i, for the last T of S tokens."""
         return q, k
 
     def mix(
@@ -51,70 +71,110 @@ class FusedAttention(Attention):
         position: Float64[Tensor, "#B S"],
         documents: Documents | None = None,
     ) -> Float[Tensor, "B H T V"]:
-        """Softmax attention of the last T cached tokens to all cached tokens of their document."""
+        """Softmax attention of the last T cached tokens to the cached tokens that they see."""
         q, k = self.operands(q, cache.k, position)
-        if documents is not None:
-            return masked_softmax(q, k, cache.v, None, documents.age)
+        window = self.window if self.window is not None and self.window < k.shape[2] else None
+        if documents is not None or window is not None or self.softcap is not None:
+            age = None if documents is None else documents.age
+            return masked_softmax(
+                q, k, cache.v, None, age, scale=self.scale, window=window, softcap=self.softcap
+            )
+        is_grouped = q.shape[1] != k.shape[1]
         if q.shape[2] == k.shape[2]:
-            return F.scaled_dot_product_attention(q, k, cache.v, is_causal=True)
+            return F.scaled_dot_product_attention(
+                q, k, cache.v, is_causal=True, scale=self.scale, enable_gqa=is_grouped
+            )
         # Imported here, because the import takes seconds and most commands do not need it.
         from torch.nn.attention.bias import causal_lower_right
 
         bias = causal_lower_right(q.shape[2], k.shape[2])
-        return F.scaled_dot_product_attention(q, k, cache.v, attn_mask=bias)
+        return F.scaled_dot_product_attention(
+            q, k, cache.v, attn_mask=bias, scale=self.scale, enable_gqa=is_grouped
+        )
 
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         """The logits written out, without the causal mask."""
         position = _positions(x.shape[1], x.device)
         q, cache = self.project(x, position)
         q, k = self.operands(q, cache.k, position)
-        return q @ k.mT / math.sqrt(q.shape[-1])
+        scores = q @ _for_each_query_head(k, q).mT
+        logits = scores / math.sqrt(q.shape[-1]) if self.scale is None else scores * self.scale
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        state: KeyValueCache | None = None,
+        state: KeyValueCache | RecentCache | None = None,
         *,
         documents: Documents | None = None,
         keep_state: bool = True,
-    ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | None]:
+    ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | RecentCache | None]:
         past = 0 if state is None else state.k.shape[2]
         position = _positions(past + x.shape[1], x.device)
         if documents is not None:
             position = documents.positions(position.new_zeros(len(x)))
+        elif isinstance(state, RecentCache):
+            position = position + (state.length - past)[:, None]
         q, cache = self.project(x, position[:, past:])
         if state is not None:
-            pairs = zip(state, cache, strict=True)
+            pairs = zip(state[:2], cache, strict=True)
             cache = KeyValueCache(*(torch.cat(pair, dim=2) for pair in pairs))
         elif keep_state:
             # A view would keep the whole projection in memory.
             cache = KeyValueCache(*(one.contiguous() for one in cache))
-        mixed = rearrange(self.mix(q, cache, position, documents), "b h t v -> b t h v")
-        return self.read_out(x, mixed), cache if keep_state else None
+        mixed = self.mix(q, cache, position, documents).transpose(1, 2)  # (B, T, H, V)
+        return self.read_out(x, mixed), self._kept(cache, position) if keep_state else None
+
+    def _kept(
+        self, cache: KeyValueCache, position: Float64[Tensor, "#B S"]
+    ) -> KeyValueCache | RecentCache:
+        """What later tokens may see of the cache."""
+        if self.window is None:
+            return cache
+        S = cache.k.shape[2]
+        k, v = (one[:, :, max(0, S - self.window + 1) :].clone() for one in cache)
+        return RecentCache(k, v, position[:, -1].expand(len(k)).clone())
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = self.logits(x)
-        future = torch.ones_like(logits, dtype=torch.bool).triu(1)
-        return logits.masked_fill(future, -math.inf).softmax(dim=-1)
+        unseen = torch.ones_like(logits, dtype=torch.bool).triu(1)
+        if self.window is not None:
+            unseen = unseen | torch.ones_like(unseen).tril(-self.window)
+        return logits.masked_fill(unseen, -math.inf).softmax(dim=-1)
 
     def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H V"]:
-        return self.project(x, _positions(x.shape[1], x.device))[1].v.transpose(1, 2)
+        q, cache = self.project(x, _positions(x.shape[1], x.device))
+        return _for_each_query_head(cache.v, q).transpose(1, 2)
 
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T H V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(rearrange(mixed, "b t h v -> b t (h v)"))
+        y: Tensor = self.out(mixed.flatten(2))
         return y
 
     def form(self, T: int, backend: str) -> str:
-        return "fused softmax"
+        window = "" if self.window is None else f" in a window of {self.window} tokens"
+        return f"fused softmax{window}"
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
-        return 2 * (T + 1) * self.model_dim  # the causal half of 4 T D
+        seen = T if self.window is None else min(T, self.window)
+        pairs = seen * (seen + 1) // 2 + (T - seen) * seen
+        return 4 * pairs * self.shape.mixed_width // T
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
+        if self.window is not None:
+            k, v, length = self._state_after(self.window, dtype)
+            per_token = (k.nbytes + v.nbytes) // max(1, k.shape[2])
+            return min(T, k.shape[2]) * per_token + length.nbytes
         # A single token's values may be a view, which holds the whole projection.
         return T * super().allocated_bytes(2, dtype) // 2
+
+
+def _for_each_query_head(
+    x: Float[Tensor, "B G S V"], q: Float[Tensor, "B H T K"]
+) -> Float[Tensor, "B H S V"]:
+    """What each query head has of its key head."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _positions(T: int, device: torch.device) -> Float64[Tensor, "1 T"]:

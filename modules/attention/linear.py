@@ -67,10 +67,10 @@ class Linear(PowerAttention):
         self.normalize = config.normalizer == "sum"
         self.gate = None
         if config.gate == "data":
-            self.gate = ForgetGate(shape.width, shape.heads, config.gate_init)
+            self.gate = ForgetGate(shape.width, shape.key_heads, config.gate_init)
         self.add_qkv(config.build_rotary)
         if config.normalizer == "head_norm":
-            self.norm = nn.GroupNorm(shape.heads, shape.width)
+            self.norm = nn.GroupNorm(shape.heads, shape.mixed_width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 
@@ -95,6 +94,7 @@ class PowerAttention(Attention):
     scale: float | None = None  # None is K^(-1/2)
     normalize = False
     can_round_state = True
+    groups_keys = True
     num_sums = 1
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
@@ -104,7 +104,7 @@ class PowerAttention(Attention):
         super().__init__(config, shape)
         self.chunk_size = config.chunk_size
         self.key_dim, self.value_dim = self.op_widths()
-        self.out = shape.projection(shape.width)
+        self.out = shape.out_projection()
         self.norm = None
         self.initial_state = None
         if config.initial_state == "learned":
@@ -190,10 +190,10 @@ class PowerAttention(Attention):
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(self.normed(rearrange(mixed, "b t w v -> b t (w v)")).to(x.dtype))
+        y: Tensor = self.out(self.normed(mixed.flatten(2)).to(x.dtype))
         return y
 
-    def normed(self, y: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+    def normed(self, y: Float[Tensor, "B T HV"]) -> Float[Tensor, "B T HV"]:
         """The output with mean 0 and variance 1 in each head, where the variant has a norm."""
         if self.norm is None:
             return y
@@ -227,9 +227,9 @@ class PowerAttention(Attention):
     def _mix(
         self,
         q: Float[Tensor, "B T NH K"],
-        k: Float[Tensor, "B T NH K"],
-        v: Float[Tensor, "B T NH V"],
-        log_g: Float[Tensor, "B T NH"] | None,
+        k: Float[Tensor, "B T NG K"],
+        v: Float[Tensor, "B T NG V"],
+        log_g: Float[Tensor, "B T NG"] | None,
         *,
         start: PowerState | None = None,
         keep_state: bool = False,
@@ -249,9 +249,9 @@ class PowerAttention(Attention):
         self,
         documents: Documents,
         q: Float[Tensor, "B T NH K"],
-        k: Float[Tensor, "B T NH K"],
-        v: Float[Tensor, "B T NH V"],
-        log_g: Float[Tensor, "B T NH"] | None,
+        k: Float[Tensor, "B T NG K"],
+        v: Float[Tensor, "B T NG V"],
+        log_g: Float[Tensor, "B T NG"] | None,
     ) -> Float[Tensor, "B T NH V"]:
         """The op, where a document begins with a gate of zero.
 
@@ -264,7 +264,7 @@ class PowerAttention(Attention):
         reset = documents.begin_anew(no_decay if log_g is None else log_g)
         if self.initial_state is None:
             return self._mix(q, k, v, reset)[0]
-        pivot_k, pivot_v = self._pivots()
+        pivot_k, pivot_v = (for_each_query_head(one, q.shape[2]) for one in self._pivots())
         q, k, v, pivot_k, pivot_v = (one.to(dtype) for one in (q, k, v, pivot_k, pivot_v))
         if self.normalize:
             v, pivot_v = (F.pad(one, (0, 1), value=1.0) for one in (v, pivot_v))
@@ -274,7 +274,7 @@ class PowerAttention(Attention):
             if log_g is not None:
                 none = log_g.new_zeros(len(log_g), log_g.shape[2], dtype=torch.float64)
                 decay = documents.cumsum(log_g.double(), none).exp().to(dtype)
-                weights = weights * decay[..., None]
+                weights = weights * for_each_query_head(decay, q.shape[2])[..., None]
             pivots = torch.einsum("bthr,zrhv->bthv", weights, pivot_v)
         sums = self._mix(q, k, v, reset, normalize=False)[0] + pivots
         return _divided(sums[..., :-1], sums[..., -1:]) if self.normalize else sums
@@ -307,16 +307,27 @@ class PowerAttention(Attention):
         documents = Documents(x)
         return self.project(x, documents, self.initial_carried(len(x), x.device))[0]
 
+    def of_query_heads(self, operands: OpInputs) -> OpInputs:
+        """The same with the keys, values and gates of each query head's key head for itself."""
+        q, k, v, sums = operands
+
+        def repeated(x: Tensor | None) -> Tensor | None:
+            return None if x is None else for_each_query_head(x, self.num_heads)
+
+        own = tuple(GatedSum(repeated(g), repeated(by), scale) for g, by, scale in sums)
+        k, v = (for_each_query_head(one, self.num_heads) for one in (k, v))
+        return OpInputs(q, k, v, own)
+
     def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
         """Those of the first gated sum that has any."""
-        gated = (one.log_g for one in self.operands(x).sums if one.log_g is not None)
-        return next(gated, None)
+        sums = self.of_query_heads(self.operands(x)).sums
+        return next((one.log_g for one in sums if one.log_g is not None), None)
 
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
-        return self.operands(x).v
+        return self.of_query_heads(self.operands(x)).v
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B W T T"]:
-        operands = self.operands(x)
+        operands = self.of_query_heads(self.operands(x))
         scale = self.key_dim**-0.5 if self.scale is None else self.scale
         scores = scale * torch.einsum("bthk,bihk->bhti", operands.q, operands.k)
         coefficients = self.coefficients(operands)
@@ -333,7 +344,7 @@ class PowerAttention(Attention):
         return _divided(weights, weights.sum(dim=-1, keepdim=True))
 
     def coefficients(self, operands: OpInputs) -> Float[Tensor, "B H T T"]:
-        """The factors of (scale q_t . k_i)^p, summed over all gated sums.
+        """The factors of (scale q_t . k_i)^p, summed over all gated sums, of query heads.
 
         Each gated sum adds output_scale_t exp(G_t - G_i) value_scale_i.
         """
@@ -342,8 +353,10 @@ class PowerAttention(Attention):
         ones = q.new_ones(B, T, H, 1, dtype=torch.promote_types(q.dtype, torch.float32))
         total = ones.new_zeros(B, H, T, T)
         for log_g, value_scale, output_scale in operands.sums:
-            column = rearrange(ones if value_scale is None else value_scale, "b i h 1 -> b h 1 i")
-            row = rearrange(ones if output_scale is None else output_scale, "b t h 1 -> b h t 1")
+            column = (ones if value_scale is None else value_scale).permute(
+                0, 2, 3, 1
+            )  # (B, H, 1, T)
+            row = (ones if output_scale is None else output_scale).transpose(1, 2)  # (B, H, T, 1)
             total = total + row * _decay(log_g, T, ones) * column
         return total.tril()
 
@@ -356,7 +369,9 @@ class PowerAttention(Attention):
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         sizes = self.key_dim, self.value_dim, self.degree
-        return self.op_heads * power_flops(T, *sizes, *self._choose(T, backend)) // T
+        queries = self.num_heads // self.num_key_heads
+        flops = power_flops(T, *sizes, *self._choose(T, backend), queries=queries)
+        return self.num_states * flops // T
 
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
@@ -414,10 +429,15 @@ class PowerAttention(Attention):
     def _check_scaling(self, *, is_whole: bool) -> None:
         if self.rotary is not None and self.rotary.depends_on_length and not is_whole:
             raise ValueError(
-                f"positions: found dynamic_ntk for a state of kind {self.config.kind}, which does "
-                "not hold the keys that a longer sequence would rotate anew; wanted linear or "
-                "none, or whole windows without a state"
+                f"positions: found {self.rotary.length_scaling} for a state of kind "
+                f"{self.config.kind}, which does not hold the keys that a longer sequence would "
+                "rotate anew; wanted linear or none, or whole windows without a state"
             )
+
+
+def for_each_query_head(x: Shaped[Tensor, "B T G *rest"], heads: int) -> Tensor:
+    """What each of `heads` query heads has of its key head: (B, T, heads, ...)."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def _divided(sums: Tensor, total: Tensor) -> Tensor:
@@ -429,6 +449,6 @@ def _decay(log_g: Tensor | None, T: int, like: Tensor) -> Float[Tensor, "*B_H T 
     """exp(G_t - G_i) for i <= t, as products of gates: a gate of 0 then gives 0 and not NaN."""
     if log_g is None:
         return like.new_ones(T, T)
-    gates = rearrange(log_g.to(like.dtype).exp(), "b t h -> b h t 1")
+    gates = log_g.to(like.dtype).exp().mT[..., None]  # (B, H, T, 1)
     is_later = torch.ones(T, T, dtype=torch.bool, device=log_g.device).tril(-1)
     return torch.where(is_later, gates, torch.ones_like(gates)).cumprod(dim=-2)

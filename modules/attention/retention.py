@@ -1,8 +1,8 @@
 """Retention: linear attention with a fixed decay per head."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -11,6 +11,7 @@ from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig,
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary
 
 
 @register("retention")
@@ -21,8 +22,14 @@ class RetentionConfig(RotaryConfig, PowerConfig):
     group_norm: bool = True
     """Normalise the output of each head."""
 
+    rotary: Literal["fixed", "none"] = "fixed"
+    """fixed (rotate queries and keys by their positions) | none (rotary_base is not read)."""
+
     swish_gate: bool = False
-    """Multiply the output by swish(W_g x), where W_g is an additional D x D matrix."""
+    """Multiply the output by swish(W_g x), where W_g is one more matrix, D x H K."""
+
+    def build_rotary(self, width: int) -> Rotary | None:
+        return super().build_rotary(width) if self.rotary == "fixed" else None
 
     def build(self, shape: LayerShape) -> Attention:
         return Retention(self, shape)
@@ -39,22 +46,24 @@ class Retention(PowerAttention):
     def __init__(self, config: RetentionConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.add_qkv(config.build_rotary)
-        self.swish = shape.projection(shape.width) if config.swish_gate else None
+        self.swish = shape.projection(shape.mixed_width) if config.swish_gate else None
         if config.group_norm:
-            self.norm = nn.GroupNorm(shape.heads, shape.width)
+            self.norm = nn.GroupNorm(shape.heads, shape.mixed_width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
-        rotation = documents.positions(carried["rotation"])
+        rotation, after = None, {}
+        if self.rotary is not None:
+            rotation = documents.positions(carried["rotation"])
+            after = {"rotation": documents.last(rotation)}
         q, k, v = self.queries_keys_values(x, rotation, documents.T)
-        operands = OpInputs(q, k, v, (GatedSum(log_decays(x, self.num_key_heads)),))
-        return operands, {"rotation": documents.last(rotation)}
+        return OpInputs(q, k, v, (GatedSum(log_decays(x, self.num_key_heads)),)), after
 
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]
     ) -> Float[Tensor, "B T D"]:
-        y = self.normed(rearrange(mixed, "b t h v -> b t (h v)")).to(x.dtype)
+        y = self.normed(mixed.flatten(2)).to(x.dtype)
         if self.swish is not None:
             y = y * silu(self.swish(x))
         return self.out(y)  # type: ignore[no-any-return]

@@ -1,33 +1,35 @@
 """Symmetric-power attention: the kernel (q . k)^p, whose state has a fixed size."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.base import (
+    Attention,
+    DocumentRotaryConfig,
+    LayerShape,
+    register,
+)
 from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
-from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class SympowOptions(PowerConfig):
+class SympowOptions(DocumentRotaryConfig, PowerConfig):
     """Options that all symmetric-power variants share."""
-
-    positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
 
     degree: int = 2
     """Power p of the kernel (q . k)^p, even, 2 or more."""
 
-    longest_document: int = 65_536
-    """N of the rotation rates theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more."""
+    longest_document: int | None = 65_536
+    """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""
 
     qk_norm: bool = False
-    """RMS-normalise the queries and keys of each head, with a learned gain."""
+    """As model.qk_norm head, with an eps of 2^-23, where the model has none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,11 +40,6 @@ class SympowOptions(PowerConfig):
                 f"initial_state: found learned with degree {self.degree}, whose states are too "
                 "large to build; wanted zero, or degree 2 or 4"
             )
-        check_bounds(self, "longest_document", least=2)
-
-    def build_rotary(self, width: int) -> Rotary | None:
-        """The rotation of queries and keys of this width; None without positions."""
-        return Rotary(width, base=float(self.longest_document), first_turns=1.0)
 
 
 @register("sympow")
@@ -90,7 +87,8 @@ class Sympow(PowerAttention):
     def __init__(self, config: SympowOptions, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.degree = config.degree
-        self.add_qkv(config.build_rotary, qk_norm=config.qk_norm)
+        # torch's default of float32 for all dtypes.
+        self.add_qkv(config.build_rotary, head_norm_eps=2.0**-23 if config.qk_norm else None)
         self.gate: nn.Module | None = None
         self.rate: RotationRate | None = None
 

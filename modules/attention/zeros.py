@@ -15,7 +15,13 @@ from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.parts.key_softmax import key_softmax
-from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import (
+    GatedSum,
+    OpInputs,
+    PowerAttention,
+    PowerConfig,
+    for_each_query_head,
+)
 from longhaul.modules.documents import Documents
 
 
@@ -46,6 +52,8 @@ class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.bilinear:
+            self.check_whole_rotary("with bilinear false, which is of pairs")
         if self.zeroth != "none" and self.form != "published":
             raise ValueError(
                 f"zeroth: found {self.zeroth!r} with form {self.form}, which subtracts its own "
@@ -98,14 +106,14 @@ class Zeros(PowerAttention):
             {name: ScalarPerHead(shape.width, shape.heads) for name in self.sigma_names(config)}
         )
         self.fading = nn.ModuleList(
-            ForgetGate(shape.width, shape.heads, config.gate_init)
+            ForgetGate(shape.width, shape.key_heads, config.gate_init)
             for _ in self.orders
             if config.ordered
         )
         # Outputs are sums of small weights of both signs, and the usual eps of 1e-5 would dominate
         # their variance. But both weights of the second token can be almost zero, and at an eps of
         # 1e-12 rounding errors decided the sign of its output.
-        self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
+        self.norm = nn.GroupNorm(shape.heads, shape.mixed_width, eps=1e-10)
         self.num_sums = 1 + len(self._means_needed())
 
     @abstractmethod
@@ -119,7 +127,7 @@ class Zeros(PowerAttention):
         documents: Documents,
         carried: dict[str, Tensor],
         after: dict[str, Tensor],
-    ) -> Float[Tensor, "B T H"]:
+    ) -> Float[Tensor, "B T G"]:
         """s_t. What later tokens need for theirs is added to `after`."""
 
     @abstractmethod
@@ -141,7 +149,7 @@ class Zeros(PowerAttention):
         """Everything in w_ti but the softmax."""
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        zeros = torch.zeros(count, self.num_heads, dtype=torch.float64, device=device)
+        zeros = torch.zeros(count, self.num_key_heads, dtype=torch.float64, device=device)
         carried = super().initial_carried(count, device) | {
             "log_mass": self.initial_log_mass(count, device),
             "sum_s": zeros,
@@ -191,7 +199,7 @@ class Zeros(PowerAttention):
         return list(found)
 
     def _expansion(
-        self, s: Float[Tensor, "B T H"], after: dict[str, Tensor]
+        self, s: Float[Tensor, "B T G"], after: dict[str, Tensor]
     ) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
         """Polynomials in s_i, and for each order which of them, times what, make its term.
 
@@ -214,7 +222,7 @@ class Zeros(PowerAttention):
     def _means(
         self,
         x: Float[Tensor, "B T D"],
-        s: Float[Tensor, "B T H"],
+        s: Float[Tensor, "B T G"],
         sigma: dict[str, Tensor],
         after: dict[str, Tensor],
     ) -> list[GatedSum]:
@@ -222,10 +230,11 @@ class Zeros(PowerAttention):
         count = after["rotation"][..., None]
         polynomials, expansion = self._expansion(s, after)
         output_scale: dict[tuple[int | None, int], Tensor] = defaultdict(
-            lambda: torch.zeros_like(s)
+            lambda: s.new_zeros(*s.shape[:2], self.num_heads)
         )
         for term in self.terms():
             for m, coefficient in expansion[term.order].items():
+                coefficient = for_each_query_head(coefficient, self.num_heads)
                 size = term.sign * sigma[term.sigma] * coefficient
                 output_scale[term.gate, m] = output_scale[term.gate, m] + size
         log_mean = (-1 / count).log1p().to(s.dtype).expand_as(s)
@@ -266,7 +275,7 @@ class PublishedZeros(Zeros):
         self.logit = DeviationLogit(self.shape)
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        sum_u = torch.zeros(count, self.num_heads, self.head_dim, device=device)
+        sum_u = torch.zeros(count, self.num_key_heads, self.head_dim, device=device)
         return super().initial_carried(count, device) | {"sum_u": sum_u}
 
     def key_logit(
@@ -275,7 +284,7 @@ class PublishedZeros(Zeros):
         documents: Documents,
         carried: dict[str, Tensor],
         after: dict[str, Tensor],
-    ) -> Float[Tensor, "B T H"]:
+    ) -> Float[Tensor, "B T G"]:
         s: Tensor
         s, after["sum_u"] = self.logit(x, after["rotation"], documents, carried["sum_u"])
         return s
@@ -322,7 +331,7 @@ class NotesZeros(Zeros):
     """
 
     def add_logit(self) -> None:
-        self.logit = ScalarPerHead(self.model_dim, self.num_heads)
+        self.logit = ScalarPerHead(self.model_dim, self.num_key_heads)
 
     def key_logit(
         self,
@@ -330,7 +339,7 @@ class NotesZeros(Zeros):
         documents: Documents,
         carried: dict[str, Tensor],
         after: dict[str, Tensor],
-    ) -> Float[Tensor, "B T H"]:
+    ) -> Float[Tensor, "B T G"]:
         s: Tensor = self.logit(x)
         return s
 

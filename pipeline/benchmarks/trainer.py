@@ -51,7 +51,10 @@ def _only_updates(config: RunConfig, folder: Path) -> RunConfig:
         config,
         root=str(folder),
         data=config.data.without_validation(),
-        trainer=dataclasses.replace(config.trainer, max_tokens=tokens, start_from=None),
+        trainer=dataclasses.replace(
+            config.trainer, max_tokens=tokens, start_from=None, branch_from=None
+        ),
+        optim=dataclasses.replace(config.optim, larger_updates=[]),
         checkpoint=dataclasses.replace(config.checkpoint, every_tokens=_NEVER),
         tracking=dataclasses.replace(config.tracking, uri=f"sqlite:///{folder}/mlflow.db"),
     )

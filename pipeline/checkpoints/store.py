@@ -7,11 +7,12 @@ never taken for a checkpoint. The files in a checkpoint are described in writer.
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -58,6 +59,7 @@ class CheckpointStore:
         *,
         keep_last: int,
         keep_every: int | None = None,
+        longest_update: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Prepare the store; nothing is written before the first save.
@@ -67,12 +69,14 @@ class CheckpointStore:
             keep_last: number of newest checkpoints that are kept, >= 1.
             keep_every: checkpoints at multiples of this many steps are kept for ever. None prunes
                 these as well.
+            longest_update: most steps of an update, each of which may pass such a multiple.
             group: gloo process group of the ranks that save together. It must be used for nothing
                 else, since saves communicate at the same time as training. None for one process.
         """
         self.folder = folder
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.longest_update = longest_update
         self._group = group
         self._is_first = group is None or dist.get_rank(group) == 0
         self._is_pinned = torch.cuda.is_available()
@@ -185,9 +189,19 @@ class CheckpointStore:
         path, names = newest
         return SavedCheckpoint(path, rank_group=self._group, verified=names)
 
+    def open_found(self, find: Callable[[], Path]) -> SavedCheckpoint:
+        """The checkpoint that `find` finds on the first rank, also of another run.
+
+        All ranks call it, and get what `find` raises.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return SavedCheckpoint(ask_first_rank(self._group, find), rank_group=self._group)
+
     def _find_newest(self) -> tuple[Path, list[str]] | None:
         self._remove_leftovers()
-        for path in reversed(_checkpoint_folders(self.folder)):
+        for path in reversed(checkpoint_folders(self.folder)):
             try:
                 return path, verify(path)
             except CheckpointError as error:
@@ -235,9 +249,9 @@ class CheckpointStore:
 
     def _prune(self, newest: Path) -> None:
         # What has a later step is not this run's, and counts for nothing: it may hold no weights.
-        known = [p for p in _checkpoint_folders(self.folder) if step_of(p) <= step_of(newest)]
+        known = [p for p in checkpoint_folders(self.folder) if step_of(p) <= step_of(newest)]
         for path in known[: -self.keep_last]:
-            if self.keep_every and step_of(path) % self.keep_every == 0:
+            if self.keep_every and step_of(path) % self.keep_every < self.longest_update:
                 continue
             # Renamed first, so that a crash during the removal does not leave a folder that looks
             # like a damaged checkpoint.
@@ -267,18 +281,20 @@ class CheckpointStore:
             logger.warning("%s; it is set aside as %s", error, aside.name)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path, most: float = math.inf) -> Path | None:
     """The newest intact checkpoint in a folder to which another process may be saving, or None.
 
     Unlike `CheckpointStore.open_newest` this renames and deletes nothing: what looks like the
-    leftover of an interrupted save may be a save in progress.
+    leftover of an interrupted save may be a save in progress. `most` is the latest step.
     """
-    for path in reversed(_checkpoint_folders(folder)):
+    for path in reversed(checkpoint_folders(folder)):
+        if step_of(path) > most:
+            continue
         try:
             verify(path)
         except CheckpointError as error:
             if not path.is_dir():  # training has removed it, because there are newer ones by now
-                return newest_checkpoint(folder)
+                return newest_checkpoint(folder, most)
             logger.warning("%s; it is skipped", error)
         else:
             return path
@@ -287,13 +303,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def newest_step(folder: Path) -> int:
     """Step of the newest complete checkpoint in a folder, intact or not; 0 without one."""
-    complete = (path for path in _checkpoint_folders(folder) if (path / CHECKSUMS).exists())
+    complete = (path for path in checkpoint_folders(folder) if (path / CHECKSUMS).exists())
     return max(map(step_of, complete), default=0)
 
 
 def holds_none(folder: Path) -> bool:
     """Whether a folder holds no checkpoint, nor one that was set aside as damaged."""
-    return not _checkpoint_folders(folder) and not any(folder.glob("step-*.damaged*"))
+    return not checkpoint_folders(folder) and not any(folder.glob("step-*.damaged*"))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -301,7 +317,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _checkpoint_folders(folder: Path) -> list[Path]:
+def checkpoint_folders(folder: Path) -> list[Path]:
     """Checkpoint folders by step, oldest first; what is no folder is none."""
     if not folder.is_dir():
         return []

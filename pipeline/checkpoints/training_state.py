@@ -26,3 +26,5 @@ class TrainingState:
     progress: SavedProgress
     shards_sha256: str
     """Digest of the hashes of all training shards, and of the sources' names and weights so far."""
+    averaged_steps: list[Count] = field(default_factory=list)
+    """Of a mean of checkpoints: their steps."""

@@ -199,6 +199,8 @@ def _progress(
     if not updates:
         return [f"{done:,}{of_total}", "-", validated, "-", "-"]
     step, values = int(updates[-1]["step"]), updates[-1]["values"]
+    if total is not None and step > total:  # by the rest of a larger update
+        of_total = f"/{step:,}"
     speeds = (each["values"].get("train/tokens_per_second", "NaN") for each in updates)
     known = [speed for speed in map(float, speeds) if not math.isnan(speed)]
     rate = statistics.median(known) if known else math.nan

@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_keys() -> None:
-    from longhaul.configs.reference import kind_section, sections
+    from longhaul.configs.reference import kind_section, parts_of_kinds, sections
     from longhaul.modules.attention import registered_variants
 
     rows = [key for section in sections() for key in section.keys]
@@ -44,6 +44,8 @@ def _print_keys() -> None:
             key._replace(name=f"model.attention.{key.name} ({kind})")
             for key in kind_section(kind).keys
         ]
+    for part in parts_of_kinds():
+        rows += [key._replace(name=f"model.attention.{key.name}") for key in part.keys]
     print_table(rows, align=str.ljust)
 
 

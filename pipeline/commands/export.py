@@ -1,6 +1,8 @@
 """`longhaul export`: write a checkpoint as a folder that transformers loads without longhaul."""
 
 import argparse
+import json
+from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -8,16 +10,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "destination", metavar="DST", help="a folder that does not exist, or is empty"
     )
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("auto", "longhaul"),
+        default="auto",
+        help="auto: as an architecture of transformers where one expresses the model; longhaul: "
+        "with its own code; default %(default)s",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.exporting.folder import export
 
     code = 0
-    for file in export(args.run, args.destination):
+    for file in export(args.run, args.destination, form=args.form):
         if file.suffix == ".py":
             code += 1
         else:
             print(f"written: {file}")
-    print(f"written: {args.destination}/*.py, {code} files: the code of the model")
+    (name,) = json.loads(Path(args.destination, "config.json").read_bytes())["architectures"]
+    if name == "LonghaulForCausalLM":
+        print(f"written: {args.destination}/*.py, {code} files: the code of the model")
+    else:
+        print(f"transformers loads it as {name}")
     return 0

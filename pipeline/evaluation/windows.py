@@ -28,7 +28,7 @@ _ENOUGH_TOKENS = 1 << 20  # to know the bytes of a token, which takes seconds
 def with_context(config: RunConfig, context: int) -> RunConfig:
     """The config with windows of another length, and about as many tokens per micro-batch."""
     share = config.data.context / context
-    data = dataclasses.replace(config.data, context=context)
+    data = dataclasses.replace(config.data, context=context, short_first=[])
     micro_batch = max(1, round(config.trainer.micro_batch * share))
     # RunConfig checks that an update is a whole number of micro-batches.
     trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)

@@ -10,6 +10,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.plain_text import plain
 from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
+from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
 
@@ -27,14 +28,14 @@ A causal language model of {parameters:,} parameters, trained with longhaul.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER"{tokenizer_code})
+model = AutoModelForCausalLM.from_pretrained("FOLDER"{model_code})
 prompt = tokenizer("def main(", return_tensors="pt")
 text = model.generate(**prompt, max_new_tokens=64)[0]
 print(tokenizer.decode(text, skip_special_tokens=True))
 ```
 
-It needs torch, transformers 5 and einops. In training every sequence began with the token {bos}:
+It needs torch and transformers 5. In training every sequence began with the token {bos}:
 {begins}.
 
 ## Model
@@ -66,11 +67,12 @@ def write_card(
     run: RunFolder,
     config: RunConfig,
     checkpoint: Path,
-    progress: dict[str, Any],
+    state: TrainingState,
     corpus: Corpus,
     parameters: int,
     *,
     adds_bos: bool,
+    brings_code: bool,
 ) -> None:
     """Write README.md.
 
@@ -79,13 +81,17 @@ def write_card(
         run: has the evaluations of the checkpoint, and the commit.
         config: of the run.
         checkpoint: of the run.
-        progress: the step and tokens of the checkpoint.
+        state: of the checkpoint.
         corpus: that the model was trained on.
         parameters: number of elements in all weights.
         adds_bos: whether the exported tokenizer puts bos before a text.
+        brings_code: whether the folder holds the model's code.
     """
-    rows = _rows(run, config, checkpoint, progress, corpus)
+    rows = _rows(run, config, checkpoint, state, corpus)
+    trust = ", trust_remote_code=True"
     text = _TEXT.format(
+        model_code=trust if brings_code else "",
+        tokenizer_code=trust if brings_code or corpus.tokenizer_name == "longcrawl64" else "",
         tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
         name=_escaped(config.name),
         parameters=parameters,
@@ -104,11 +110,12 @@ def _rows(
     run: RunFolder,
     config: RunConfig,
     checkpoint: Path,
-    progress: dict[str, Any],
+    state: TrainingState,
     corpus: Corpus,
 ) -> dict[str, dict[str, object]]:
     """The rows of the tables of model, data and training."""
     model, trainer, optim = config.model, config.trainer, config.optim
+    progress, steps = state.progress, ", ".join(f"{step:,}" for step in state.averaged_steps)
     return {
         "model": {
             "variant": ", ".join(model.kinds),
@@ -126,8 +133,9 @@ def _rows(
         },
         "training": {
             "run": f"{config.name}, {checkpoint.name}",
-            "budget": f"{progress['tokens']:,} of {trainer.max_tokens:,} tokens, "
-            f"{progress['step']:,} updates of {optim.tokens_per_update:,}",
+            "budget": f"{progress.tokens:,} of {trainer.max_tokens:,} tokens, "
+            f"{progress.step:,} updates of {optim.tokens_per_update:,}",
+            **({"weights": f"the mean of those after the updates {steps}"} if steps else {}),
             "context": f"{config.data.context:,} tokens",
             "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, "
             f"{optim.schedule.name} schedule",

@@ -2,8 +2,8 @@
 
 The folder's own code is imported. Weights are read one block at a time, from the checkpoint and
 from the folder, so that the check of a model needs the memory of a few blocks: each block reads all
-texts before the next one is loaded. The code of padding needs transformers, which may not be
-installed; it is checked where it is.
+texts before the next one is loaded. The code of padding and of the cache needs transformers, which
+may not be installed; it is checked where it is. A folder without code is loaded by transformers.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -27,13 +28,21 @@ from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import Tokenizer
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.architectures.architecture import Architecture
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting.model_files import has_large_states
 from longhaul.pipeline.exporting.source import file_of
+from longhaul.pipeline.exporting.transformers_check import (
+    has_transformers,
+    load_architecture,
+    logits_in_parts,
+    padded_pair,
+)
 from longhaul.pipeline.exporting.weights import files_of_tensors
 
 _TOKENS, _PADDING, _STEPS = 64, 24, 8
+_PADDED, _BESIDE = "a row with padding before it", "the row beside one with padding"
 # No text is longer than three chunks of this many tokens: scores of longer ones in float64 would be
 # larger than a block's weights. Power attention reads such texts in its attention form.
 _LONGEST_CHUNK = 64
@@ -54,7 +63,11 @@ class _Case(NamedTuple):
 
 
 def check_export(
-    folder: Path, model: LanguageModel, saved: SavedCheckpoint, tokenizer: Tokenizer
+    folder: Path,
+    model: LanguageModel,
+    saved: SavedCheckpoint,
+    tokenizer: Tokenizer,
+    architecture: Architecture | None,
 ) -> None:
     """Raise where the exported folder is not the model.
 
@@ -63,6 +76,7 @@ def check_export(
         model: the run's model, on `meta`.
         saved: the run's checkpoint.
         tokenizer: the run's.
+        architecture: of transformers, if the folder has no code.
 
     Raises:
         ValueError: the code does not run without longhaul, or the tokenizer fails.
@@ -70,33 +84,56 @@ def check_export(
         RuntimeError: the logits or ids of a short text differ.
     """
     _check_tokenizer(folder, tokenizer)
-    kinds = ", ".join(model.config.kinds)
+    name = ", ".join(model.config.kinds) if architecture is None else architecture.name
     cases = _cases(model)
-    alone = f"{_TOKENS - _PADDING} tokens"
     wanted = _logits(model, cases, lambda name: saved.read_one(f"model/{name}"))
-    wanted["a row with padding before it"] = wanted[alone]
     try:
-        with _code_of(folder) as import_module, torch.device("meta"):
-            exported = import_module("architecture").build_model(_shape_in(folder))
-            found = _logits(exported, cases, _reader(folder))
-            rows = cases[f"{_TOKENS} tokens"].tokens.repeat(2, 1)
-            padded = _padded(folder, import_module, rows)
-            found["a row with padding before it"] = wanted[alone] if padded is None else padded
+        found = _found_by_code(folder, cases) if architecture is None else _found(folder, cases)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
         raise ValueError(
-            f"attention.kind: found {kinds}, whose exported code does not run: "
+            f"attention.kind: found {name}, whose exported code does not run: "
             f"{type(error).__name__}: {error}"
         ) from error
-    for name, logits in wanted.items():
+    for case, logits in wanted.items():
         size = max(1.0, logits.abs().nan_to_num().max().item())
-        if not torch.allclose(found[name], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
-            difference = (found[name] - logits).abs().max().item()
+        if not torch.allclose(found[case], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
+            difference = (found[case] - logits).abs().max().item()
             raise RuntimeError(
-                f"attention.kind: found logits of the exported {kinds} that differ from the run's "
-                f"by {difference:.3g} for {name}, wanted at most {_TOLERANCE * size:.3g}"
+                f"attention.kind: found logits of the exported {name} that differ from the run's "
+                f"by {difference:.3g} for {case}, wanted at most {_TOLERANCE * size:.3g}"
             )
+
+
+def _found_by_code(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
+    """Logits that the folder's code computes, without transformers only those of single rows."""
+    with _code_of(folder) as import_module, torch.device("meta"):
+        exported = import_module("architecture").build_model(_shape_in(folder))
+        found = _logits(exported, cases, _reader(folder))
+        if has_transformers():
+            model = _filled_while_it_runs(folder, import_module)
+            with torch.device("cpu"):
+                found |= _pair(model, cases, has_positions=False)
+    return found
+
+
+def _found(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
+    """Logits that transformers computes."""
+    model = load_architecture(folder)
+    found = {
+        name: logits_in_parts(model, case.tokens, case.before_steps)[-_TOKENS:]
+        for name, case in cases.items()
+    }
+    return found | _pair(model, cases, has_positions=True)
+
+
+def _pair(
+    model: Callable[..., Any], cases: dict[str, _Case], *, has_positions: bool
+) -> dict[str, Tensor]:
+    texts = (cases[name].tokens for name in (_PADDED, _BESIDE))
+    logits = padded_pair(model, *texts, has_positions=has_positions)
+    return dict(zip((_PADDED, _BESIDE), logits, strict=True))
 
 
 def _shape_in(folder: Path) -> Any:
@@ -130,19 +167,21 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 def _cases(model: LanguageModel) -> dict[str, _Case]:
     """What is compared. Long texts are read in float64, whose rounding adds up to nothing."""
-    chunk = min(_LONGEST_CHUNK, max(_chunk_size(block) for block in model.blocks))
+    most = model.config.learned_positions or 3 * _LONGEST_CHUNK
+    chunk = min(_LONGEST_CHUNK, most // 3, max(_chunk_size(block) for block in model.blocks))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocabulary, (1, 3 * chunk + _TOKENS), generator=generator)
+    tokens = torch.randint(model.config.vocabulary, (1, 4 * _LONGEST_CHUNK), generator=generator)
     cases = {
         f"{_TOKENS} tokens": _Case(tokens[:, :_TOKENS]),
-        f"{_TOKENS - _PADDING} tokens": _Case(tokens[:, _PADDING:_TOKENS]),
         f"{3 * chunk} tokens": _Case(tokens[:, : 3 * chunk], torch.float64),
     }
-    if has_large_states(model):  # which no cache holds either
-        return cases
-    name = f"{chunk + 1} tokens and {_STEPS} more, one at a time"
-    part = tokens[:, : chunk + 1 + _STEPS]
-    return cases | {name: _Case(part, torch.float64, before_steps=chunk + 1)}
+    if not has_large_states(model):  # which no cache holds either
+        part = tokens[:, : chunk + 1 + _STEPS]
+        name = f"{chunk + 1} tokens and {_STEPS} more, one at a time"
+        cases[name] = _Case(part, torch.float64, before_steps=chunk + 1)
+    cases[_PADDED] = _Case(tokens[:, _TOKENS : 2 * _TOKENS - _PADDING], torch.float64)
+    cases[_BESIDE] = _Case(tokens[:, :_TOKENS], torch.float64)
+    return cases
 
 
 def _chunk_size(block: nn.Module) -> int:
@@ -225,29 +264,23 @@ def _empty(part: nn.Module, *_: object) -> None:
     part.to("meta")
 
 
-@torch.no_grad()
-def _padded(folder: Path, import_module: Callable[[str], Any], rows: Tensor) -> Tensor | None:
-    """Logits of the first of two rows, which has padding before it; None without transformers 5."""
-    try:
-        version = importlib.import_module("transformers").__version__
-    except ImportError:
-        return None
-    if int(version.partition(".")[0]) < 5:
-        return None
+def _filled_while_it_runs(folder: Path, import_module: Callable[[str], Any]) -> Any:
+    """The folder's model, on `meta`, whose parts have float64 weights while they are called."""
     config = import_module("configuration_longhaul").LonghaulConfig
     model = import_module("modeling_longhaul").LonghaulForCausalLM(
         config.from_json_file(folder / "config.json")
     )
     read = _reader(folder)
     head = "embedding" if model.config.tie_word_embeddings else "lm_head"
+
+    def fill(part: nn.Module, _: object, name: str) -> None:
+        _fill(part, name, read)
+        part.double()
+
     for name, part in [*_parts(model), (head, model.lm_head)]:
-        part.register_forward_pre_hook(lambda part, _, name=name: _fill(part, name, read))
+        part.register_forward_pre_hook(partial(fill, name=name))
         part.register_forward_hook(_empty)
-    with torch.device("cpu"):
-        mask = torch.ones_like(rows)
-        mask[0, :_PADDING] = 0
-        logits: Tensor = model.eval()(rows, mask, use_cache=False).logits
-    return logits[0, _PADDING:]
+    return model.eval()
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Writes a checkpoint as a folder that transformers loads without longhaul."""
 
-import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.architectures.registry import architecture_of
 from longhaul.pipeline.checkpoints.integrity import CheckpointError, verify
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
 from longhaul.pipeline.checkpoints.training_state import TrainingState
@@ -16,7 +17,8 @@ from longhaul.pipeline.exporting.check import check_export
 from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.source import model_code
 from longhaul.pipeline.exporting.tokenizer_files import check_exportable, write_tokenizer
-from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
+from longhaul.pipeline.exporting.transformers_check import check_loadable
+from longhaul.pipeline.exporting.weights import SavedRows, SavedTensor, saved_tensors, write_shards
 from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.trained_model import read_checkpoint
@@ -24,15 +26,23 @@ from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_f
 
 _SHARD_BYTES = 5_000_000_000
 
+Form = Literal["auto", "longhaul"]
+"""auto: an architecture of transformers where one expresses the model; longhaul: its own code."""
+
 
 def export(
-    run_or_checkpoint: str | Path, destination: str | Path, *, shard_bytes: int = _SHARD_BYTES
+    run_or_checkpoint: str | Path,
+    destination: str | Path,
+    *,
+    form: Form = "auto",
+    shard_bytes: int = _SHARD_BYTES,
 ) -> list[Path]:
     """Write a checkpoint, or a run's newest one, as a Hugging Face folder, complete or not at all.
 
     Args:
         run_or_checkpoint: the path of either.
         destination: a folder that does not exist yet, or is empty.
+        form: what loads the folder.
         shard_bytes: most bytes per safetensors shard, unless a single tensor is larger.
 
     Returns:
@@ -49,33 +59,45 @@ def export(
     target = new_or_empty_folder(destination)
 
     def write(run: RunFolder, checkpoint: Path) -> None:
-        _write(run, checkpoint, target, shard_bytes)
+        _write(run, checkpoint, target, form, shard_bytes)
 
     read_checkpoint(run_or_checkpoint, write)
     return sorted(Path(destination).iterdir())
 
 
-def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> None:
+def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_bytes: int) -> None:
     config = stored_config(run)
     corpus = training_corpus(run, config)
     tokenizer = corpus.load_tokenizer()
     check_exportable(tokenizer)
-    layers = [config.model.attention_of(layer) for layer in range(config.model.layers)]
-    code = model_code(layers)
+    architecture = architecture_of(config.model) if form == "auto" else None
+    code = {}
+    if architecture is None:
+        code = model_code([config.model.attention_of(n) for n in range(config.model.layers)])
+    else:
+        check_loadable(architecture)
     with torch.device("meta"):
         model = LanguageModel(config.model)
     names = verify(checkpoint, only=("model",))
-    tensors = _weights(checkpoint, names, model)
-    progress = dataclasses.asdict(read_state(checkpoint, TrainingState).progress)
+    ours = _weights(checkpoint, names, model)
+    tensors: Mapping[str, SavedTensor | SavedRows] = ours
+    if architecture is not None:
+        places = architecture.tensors(model)
+        tensors = {
+            name: SavedRows(ours[place.name], place.rows, place.is_transposed)
+            for name, place in places.items()
+        }
+    state = read_state(checkpoint, TrainingState)
 
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
         adds_bos, pad_id = write_tokenizer(folder, tokenizer, config.model.vocabulary)
-        write_model_files(folder, config, corpus, model, code, pad_id)
+        write_model_files(folder, config, corpus, model, architecture, code, pad_id)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        write_card(folder, run, config, checkpoint, progress, corpus, parameters, adds_bos=adds_bos)
+        flags = {"adds_bos": adds_bos, "brings_code": architecture is None}
+        write_card(folder, run, config, checkpoint, state, corpus, parameters, **flags)
         saved = SavedCheckpoint(checkpoint, "model", verified=names)
-        check_export(folder, model, saved, tokenizer)
+        check_export(folder, model, saved, tokenizer, architecture)
 
 
 def _weights(

@@ -12,8 +12,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from longhaul.kernels.cross_entropy import softcapped
 from longhaul.pipeline.exporting.architecture import build_model
-from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache, select_rows
+from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache, Tokens, select_rows
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 
 _REFUSED = {
@@ -28,7 +29,6 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = LonghaulConfig
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _is_stateful = True  # a state cannot be cut back to fewer tokens
     _supports_default_dynamic_cache = classmethod(lambda cls: False)  # it uses LonghaulCache
     _input_embed_layer = "embedding"
     _tied_weights_keys = {"lm_head.weight": "embedding.weight"}  # noqa: RUF012
@@ -39,6 +39,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         model = build_model(config.longhaul)
         # The parts are this module's own, so that weights have their names of training.
         self.embedding = model.embedding
+        self.positions = model.positions
         self.embedding_norm = model.embedding_norm
         self.blocks = model.blocks
         self.final_norm = model.final_norm
@@ -46,8 +47,20 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.lm_head = model.lm_head
+        self.logit_softcap = model.config.logit_softcap
         self.gradient_checkpointing = False
+        # Assisted generation cuts the cache back, which only some kinds allow.
+        can_cut = self.positions is None and all(b.attention.can_cut_state for b in self.blocks)
+        self._is_stateful = not (config.caches_tokens or can_cut)
         self.post_init()
+
+    def _prepare_cache_for_generation(
+        self, config: Any, values: dict[str, Any], mode: str, batch_size: int, *others: Any
+    ) -> None:
+        """Make the cache that assisted generation wants before its first call."""
+        super()._prepare_cache_for_generation(config, values, mode, batch_size, *others)
+        if mode == "assisted_generation" and values.get("past_key_values") is None:
+            values["past_key_values"] = LonghaulCache(batch_size)
 
     @can_return_tuple
     def forward(
@@ -75,8 +88,9 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: whether to return the cache; by default it is returned, but not in training.
             output_hidden_states: whether to return the input of each block, and the final norm's
                 output.
-            logits_to_keep: the number of last positions whose logits are returned, 0 for all, or a
-                tensor of positions.
+            logits_to_keep: the number of last positions whose logits are returned, 0 for all; or
+                a tensor: positions (N) of all rows, positions (B, N) of each, or booleans (B, T),
+                whose logits are (N, vocabulary).
             num_items_in_batch: what to divide the summed loss by, if not by the judged tokens.
             others: options of transformers that the model does not have, which must be off.
         """
@@ -96,17 +110,14 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         keep_state = use_cache or past_key_values is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x = self.embedding_norm(x)
+        if self.positions is not None:
+            self.positions.check_length(cache.num_tokens + T)
         hidden = self._read_rows(x, mask, cache, keep_state, bool(output_hidden_states))
-        if keep_state:
-            cache.num_tokens += T
-        kept: slice | Tensor
-        if isinstance(logits_to_keep, int):
-            kept = slice(-logits_to_keep, None)
-        else:
-            kept = logits_to_keep.cpu()  # which any device takes as an index
         last = hidden[-1]
-        logits = self.lm_head(last if labels is not None else last[:, kept]).float()
+        kept = last if labels is not None else _kept(last, logits_to_keep)
+        logits = self.lm_head(kept).float()
+        if self.logit_softcap is not None:
+            logits = softcapped(logits, self.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -115,7 +126,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
                 vocab_size=logits.shape[-1],
                 num_items_in_batch=num_items_in_batch,
             )
-            logits = logits[:, kept]
+            logits = _kept(logits, logits_to_keep)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -126,7 +137,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
     def _read_rows(
         self, x: Tensor, mask: Tensor | None, cache: LonghaulCache, keep: bool, every: bool
     ) -> list[Tensor]:
-        """`_read` of all rows. Rows with padding are read one at a time.
+        """`_read` of all rows, for the cache if it is to `keep` them. Padded rows are read alone.
 
         Blocks may be on different devices, and so may what they return.
         """
@@ -137,7 +148,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         if (mask is None or is_after) and [rows for rows, _ in cache.groups] == [order]:
             hidden, after = self._read(x, cache.groups[0][1], keep, every)
             if keep:
-                cache.groups = [(order, after)]
+                cache.store([(order, after)], x.shape[1], mask)
             return hidden if mask is None else [_filled_up(one, mask) for one in hidden]
         outputs: dict[int, list[Tensor]] = {}
         groups = []
@@ -155,22 +166,28 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
                     outputs[row] = [_filled_up(one, kept[None])[0] for one in hidden]
                 groups.append(([row], after))
         if keep:
-            cache.groups = groups
-            cache.join_groups()
+            cache.store(groups, x.shape[1], mask)
         like = next(iter(outputs.values()), [x[0]] * (len(self.blocks) + 1 if every else 1))
         nothing = [torch.zeros_like(one) for one in like]
         by_row = [outputs.get(row, nothing) for row in order]
         return [torch.stack(ones) for ones in zip(*by_row, strict=True)]
 
-    def _read(self, x: Tensor, state: Any, keep: bool, every: bool) -> tuple[list[Tensor], Any]:
+    def _read(
+        self, x: Tensor, state: list[Any] | None, keep: bool, every: bool
+    ) -> tuple[list[Tensor], list[Any] | None]:
         """Activations of rows without padding, and the states of all layers after them.
 
         Activations are (B, T, D) after the final norm, with `every` those before each block, too.
         """
-        T, after = x.shape[1], []
+        T, after = x.shape[1], list[Any]()
         if self.config.caches_tokens:
-            x = x if state is None else torch.cat([state, x], dim=1)
-            state, after = None, x if keep else None
+            x = x if state is None else torch.cat([state[0].x, x], dim=1)
+            state, after = None, [Tokens(x)]
+        if self.positions is not None:
+            start = x.new_zeros(len(x), dtype=torch.float64) if state is None else state[-1]
+            position = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
+            x = self.positions(x, position)
+        x = self.embedding_norm(x)
         hidden = []
         for layer, block in enumerate(self.blocks):
             if every:
@@ -184,7 +201,21 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             if not self.config.caches_tokens:
                 after.append(layer_after)
         hidden.append(self.final_norm(x))
+        if self.positions is not None and not self.config.caches_tokens:
+            after.append(position[:, -1])
         return [one[:, -T:] for one in hidden], after if keep else None
+
+
+def _kept(x: Tensor, positions: int | Tensor) -> Tensor:
+    """x (B, T, D) at its last positions, at those of all rows or of each, or where True."""
+    if isinstance(positions, int):
+        return x[:, -positions:]  # 0 keeps all
+    positions = positions.to(x.device)
+    if positions.ndim < 2:
+        return x[:, positions]
+    if positions.dtype == torch.bool:
+        return x[positions]
+    return x.take_along_dim(positions[..., None], dim=1)
 
 
 def _filled_up(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _TRITON = re.compile(r"longhaul\.kernels\.\w+\.triton")  # the kernels of an op
 _ROOTS = (f"{_HERE}.configuration_longhaul", f"{_HERE}.modeling_longhaul")
 _REGISTRATION = f"{_HERE}.architecture"
 # Any machine that loads an export has these; numpy comes with transformers.
-_PROVIDED = {*sys.stdlib_module_names, "einops", "numpy", "torch", "transformers"}
+_PROVIDED = {*sys.stdlib_module_names, "numpy", "torch", "transformers"}
 _RELATIVE = re.compile(r"^( *from \.)(\w+)(?= import )|^( *from \. import )(\w+)", re.MULTILINE)
 
 
@@ -182,7 +182,7 @@ class _Code:
         if _copied(source) == source and not is_carried:
             self._refuse(
                 f"imports {source} in {module}, which an export cannot carry; wanted torch, numpy, "
-                "einops, jaxtyping, longhaul.modules or longhaul.kernels"
+                "jaxtyping, longhaul.modules or longhaul.kernels"
             )
         return False
 

@@ -1,7 +1,8 @@
 """Copies the weights of a checkpoint into safetensors shards, a few megabytes at a time.
 
 A checkpoint's files are safetensors too, so a tensor's bytes are copied unchanged, from the shards
-of any number of ranks: nothing is unpickled, and no tensor is ever in memory as a whole.
+of any number of ranks: nothing is unpickled, and no tensor is ever in memory as a whole, unless it
+is to be transposed.
 """
 
 import itertools
@@ -14,7 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from longhaul.datamodules.files.untrusted import one_line
+from longhaul.pipeline.architectures.architecture import Rows
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.tensor_header import ITEM_BYTES, read_header
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
@@ -69,6 +73,60 @@ class SavedTensor:
                 yield shard.file, shard.start + number * length, target, length
 
 
+@dataclass(frozen=True)
+class SavedRows:
+    """A tensor of rows of one that is saved: where its bytes are.
+
+    A transposed one is of all rows, and is read as a whole.
+    """
+
+    whole: SavedTensor
+    rows: Rows
+    is_transposed: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count, *others = self.whole.shape
+        shape = (sum(len(range(count)[slice(*part)]) for part in self.rows), *others)
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def byte_ranges(self) -> Iterator[tuple[Path, int, int, int]]:
+        """As of SavedTensor."""
+        count, *others = self.whole.shape
+        row = math.prod(others) * ITEM_BYTES[self.dtype]
+        ranges, done = list(self.whole.byte_ranges()), 0
+        for part in self.rows:
+            numbers = range(count)[slice(*part)]
+            begin, end = numbers.start * row, numbers.stop * row
+            for file, source, target, length in ranges:
+                first, last = max(target, begin), min(target + length, end)
+                if first < last:
+                    yield file, source + first - target, done + first - begin, last - first
+            done += end - begin
+
+    def transposed(self) -> bytes:
+        """The bytes of the transposed tensor."""
+        content = bytearray(self.num_bytes)
+        for file, source, target, length in self.whole.byte_ranges():
+            with file.open("rb") as opened:
+                opened.seek(source)
+                content[target : target + length] = _read(opened, length)
+        numbers = np.frombuffer(content, f"u{ITEM_BYTES[self.dtype]}")
+        return numbers.reshape(self.whole.shape).T.tobytes()
+
+
+Source = SavedTensor | SavedRows
+"""What a tensor of an exported folder is copied from."""
+
+
 def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[str, SavedTensor]:
     """The tensors of a group in these files of a checkpoint, by their names within the group.
 
@@ -107,13 +165,13 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
     return tensors
 
 
-def write_shards(folder: Path, tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[Path]:
+def write_shards(folder: Path, tensors: Mapping[str, Source], shard_bytes: int) -> list[Path]:
     """Write the tensors in order, in files of at most `shard_bytes` unless one tensor is larger.
 
     Raises:
         OSError: a file could not be written.
     """
-    shards: list[dict[str, SavedTensor]] = [{}]
+    shards: list[dict[str, Source]] = [{}]
     for name, tensor in tensors.items():
         used = sum(one.num_bytes for one in shards[-1].values())
         if shards[-1] and used + tensor.num_bytes > shard_bytes:
@@ -140,7 +198,7 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
     return dict.fromkeys(read_header(folder / WEIGHTS).tensors, WEIGHTS)
 
 
-def _write_shard(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
+def _write_shard(path: Path, tensors: Mapping[str, Source]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -159,11 +217,14 @@ def _write_shard(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
 
 
 def _blocks(
-    header: Mapping[str, Any], tensors: Mapping[str, SavedTensor], begin: int
+    header: Mapping[str, Any], tensors: Mapping[str, Source], begin: int
 ) -> Iterator[tuple[bytes, int]]:
     """Blocks of bytes of all tensors, and the position of each in the shard."""
     by_file: dict[Path, list[tuple[int, int, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
+        if isinstance(tensor, SavedRows) and tensor.is_transposed:
+            yield tensor.transposed(), begin + header[name]["data_offsets"][0]
+            continue
         for file, source, target, length in tensor.byte_ranges():
             by_file[file].append((source, begin + header[name]["data_offsets"][0] + target, length))
     for file, ranges in by_file.items():

@@ -30,6 +30,8 @@ def tokens_at_once(model: LanguageModel, T: int) -> int | None:
     All are read at once if a layer does not pass on a state (it has none of fixed size, or one
     that costs more than pairs of tokens), or if its positions depend on the window's length.
     """
+    if model.positions is not None:
+        model.positions.check_length(T)  # of pieces one after the other
     device = next(model.parameters()).device
     if tokens_per_pass(device) >= T:
         return None
@@ -129,9 +131,16 @@ def decode(
     those of equal length. With `has_bfloat16_states` states of fixed size are bfloat16 from there
     on, as `PowerState.to_bfloat16` describes.
 
+    Raises:
+        ValueError: a sequence would have more tokens than the model has learned positions.
+
     Yields:
         The index of a session, and its next token. The token stays in `unread` until the next step.
     """
+    if model.positions is not None:
+        for session in sessions:
+            before = 0 if session.state is None else int(session.state[-1].max())
+            model.positions.check_length(before + len(session.unread) + num_tokens - 1)
     logits = [session.read(model) for session in sessions]
     if has_bfloat16_states:
         for session in sessions:

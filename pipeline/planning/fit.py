@@ -141,6 +141,7 @@ def _all_settings(config: RunConfig) -> Iterator[MemorySettings]:
     strategies: list[tuple[str, int | None]] = [("single", None)]
     if config.trainer.world_size > 1:
         strategies += [("ddp", None), ("fsdp", None)]
+    if config.trainer.world_size > 1 and config.optim.name != "muon":
         strategies += [("deepspeed", stage) for stage in (1, 2, 3)]
     for strategy, stage in strategies:
         for mode in modes:

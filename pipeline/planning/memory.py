@@ -249,8 +249,8 @@ def _update(
     At most two micro-batches are traced, since a third needs the same memory as the second.
 
     Returns:
-        Bytes that FSDP communicates in each micro-batch but the last, and in the last, and those
-        that are sent in any to the ranks that share sequences.
+        Bytes that FSDP communicates in each micro-batch but the last, and from the last on to the
+        end of the update, and those that are sent in any to the ranks that share sequences.
     """
     part = cast(_LastPart | None, model.sequence_part)
     length = config.data.context // (1 if part is None else part.count)
@@ -279,7 +279,9 @@ def _update(
             communicated.append(tracker.communicated_bytes - before)
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.gradient_clip or math.inf)
         tracker.category = "optimizer"
+        before = tracker.communicated_bytes
         optimizer.step()
+        communicated[-1] += tracker.communicated_bytes - before
         optimizer.zero_grad()
     tracker.category = "activations"
     exchanged = 0 if part is None else part.bytes_sent // micro_batches

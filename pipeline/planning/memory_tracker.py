@@ -23,7 +23,8 @@ class MemoryTracker(TorchDispatchMode):
         """`workspace_of(op, args, kwargs)`: the bytes that an opaque op needs while it runs."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.category = "activations"  # of storages that are created from now on
-        self.communicated_bytes = 0  # filled by all-gathers and read by reduce-scatters
+        # Filled by all-gathers, read by reduce-scatters, or this rank's in an exchange among all.
+        self.communicated_bytes = 0
         self._workspace_of = workspace_of
         self._alive: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         self._now = dict.fromkeys(CATEGORIES, 0)
@@ -87,6 +88,8 @@ class MemoryTracker(TorchDispatchMode):
             self.communicated_bytes += tensors[0].nbytes
         if name == "_reduce_scatter_base_":
             self.assign(tensors[0], "gradients")  # of which the sharded gradient is a view
+            self.communicated_bytes += tensors[1].nbytes
+        if name == "alltoall_base_":
             self.communicated_bytes += tensors[1].nbytes
 
     def __enter__(self) -> "MemoryTracker":

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.attention.sympow import SympowOptions
 from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.muon import orthogonalization_flops
+from longhaul.modules.optim import parameter_groups
 from longhaul.pipeline.planning.fit import device_option, memory_rows, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.planning.sizes import (
@@ -44,7 +46,10 @@ def print_plan(
     print(
         "FLOPs: of the forward pass per token, in the form used on a GPU. State: of one sequence,"
     )
-    print("in half precision, without padding and as allocated.\n")
+    print("in half precision, without padding and as allocated.")
+    if run.optim.name == "muon":
+        print(_muon_costs(run))
+    print()
     print_table(_costs(models, contexts))
     symmetric = [model for model in models if isinstance(model.attention, SympowOptions)]
     if symmetric:
@@ -52,6 +57,17 @@ def print_plan(
         print_table(states_by_degree(symmetric[0]))
     if fit is not None:
         _print_fit(*fit)
+
+
+def _muon_costs(run: RunConfig) -> str:
+    """What an update's iterations cost beside its forward and backward passes."""
+    model, tokens = build_on_meta(run.model), run.optim.tokens_per_update
+    flops = orthogonalization_flops(parameter_groups(model, run.optim))
+    passes = 3 * tokens * model.flops_per_token(run.data.context, "triton")
+    text = f"Muon: {amount(flops)} FLOPs an update, {digits(100 * flops / passes)}% of what its"
+    return (
+        f"{text} forward and backward passes take.\nRanks of fsdp share them; others repeat them."
+    )
 
 
 def print_states() -> None:

@@ -17,7 +17,10 @@ from longhaul.pipeline.reporting.runs import Data, Run
 # Runs of one kind are different variants if their data or any of these settings differ. The context
 # is not among them, since it is an axis of figures, nor is the seed, nor is the path of the data:
 # one path may lead to different data, and the same data may lie in several places.
-_DECISIVE = ("model.", "optim.", "trainer.precision", "trainer.start_from", "trainer.train_only")
+_DECISIVE = (
+    *("model.", "optim.", "data.short_first"),
+    *("trainer.precision", "trainer.start_from", "trainer.train_only"),
+)
 # Settings below those that do not change results.
 _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spike")
 
@@ -295,6 +298,8 @@ def _defaults(config: Any, prefix: str = "") -> dict[str, Any]:
                 found |= _defaults(entry, f"{key}.{name}.")
         elif field.default is not dataclasses.MISSING:
             found[key] = field.default
+        elif field.default_factory is list:
+            found[key] = []
     return found
 
 

@@ -88,6 +88,16 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
             corpus.record(folder.data / name, with_tokenizer=key == "manifest")
 
 
+def copy_records(source: RunFolder, target: RunFolder) -> None:
+    """Write what a run folder records of its data, and the tokenizer, into another folder.
+
+    Raises OSError if a file cannot be written.
+    """
+    for key, name in _RECORDS.items():
+        if (corpus := recorded_corpus(source, key)) is not None:
+            corpus.record(target.data / name, with_tokenizer=key == "manifest")
+
+
 def present_corpus(folder: RunFolder, data: DataConfig, key: ManifestKey) -> Corpus:
     """The corpus that a key names now, with the stages that its sources have had before."""
     corpus, recorded = corpus_of(data, key), recorded_corpus(folder, key)

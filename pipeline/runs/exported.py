@@ -1,10 +1,15 @@
-"""Reads a folder that `longhaul export` wrote: the model's shape, tokenizer and weights."""
+"""Reads a folder of transformers' layout: the model's shape, tokenizer and weights.
+
+That is a folder of `longhaul export`, or one with an architecture that longhaul has a table of.
+"""
 
 import dataclasses
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from pydantic import ConfigDict
 from safetensors.torch import load_file
 from torch import Tensor
@@ -12,13 +17,17 @@ from torch import Tensor
 from longhaul.datamodules.files.untrusted import (
     Count,
     PlainName,
+    Positive,
     one_line,
     parse_json,
     read_regular,
+    shown,
 )
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.architectures.architecture import Architecture
+from longhaul.pipeline.architectures.registry import ARCHITECTURES
 from longhaul.pipeline.checkpoints.integrity import reason
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 
@@ -36,12 +45,30 @@ _OPTIONS: dict[str, Any] = {
     "attention": dict[str, Any],
     "layer_attention": dict[str, dict[str, Any]],
 }
+
+
+def _default(option: "dataclasses.Field[Any]") -> Any:
+    """That of an option which exports of earlier versions lack."""
+    if option.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=option.default_factory)
+    return dataclasses.field(default=option.default)
+
+
 _Shape = dataclasses.make_dataclass(
     "_Shape",
-    [(one.name, _OPTIONS.get(one.name, one.type)) for one in fields(LanguageModelConfig)],
+    [
+        (one.name, _OPTIONS.get(one.name, one.type), _default(one))
+        for one in fields(LanguageModelConfig)
+    ],
+    kw_only=True,
     # A key of a later version would mean another model.
     namespace={"__pydantic_config__": ConfigDict(extra="forbid")},
 )
+
+
+@dataclass(frozen=True)
+class _Described:
+    model_type: str
 
 
 @dataclass(frozen=True)
@@ -64,8 +91,13 @@ class _TokenizerSettings:
 class _SpecialIds:
     """The part of config.json that names the tokens around a text."""
 
-    bos_token_id: Count
-    eos_token_id: Count
+    bos_token_id: Count | None = None
+    eos_token_id: Count | list[Count] | None = None
+
+
+@dataclass(frozen=True)
+class _Context:
+    max_position_embeddings: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -80,14 +112,13 @@ def is_exported(path: str | Path) -> bool:
 
 def exported_model(folder: Path) -> LanguageModelConfig:
     """The model that an exported folder describes. Raises ValueError for any other folder."""
-    path = folder / "config.json"
-    what = f"{path}: not the config of an exported model"
+    what = f"{folder / 'config.json'}: not the config of an exported model"
+    content, architecture = _config_in(folder)
+    values = parse_json(_ExportedConfig if architecture is None else _Described, content, what)
     try:
-        content = read_regular(path, _MOST_BYTES)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{what}: {one_line(error)}") from error
-    values = parse_json(_ExportedConfig, content, what)
-    try:
+        if architecture is not None:
+            return architecture.model_of(json.loads(content))
+        assert isinstance(values, _ExportedConfig)
         if values.longhaul is None:
             raise ValueError(
                 "longhaul: found nothing, as in earlier versions; export the run again"
@@ -96,6 +127,31 @@ def exported_model(folder: Path) -> LanguageModelConfig:
         return LanguageModelConfig.from_dict({**dataclasses.asdict(values.longhaul), **changed})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{what}: {one_line(error)}") from error
+
+
+def _config_in(folder: Path) -> tuple[bytes, Architecture | None]:
+    """The content of a folder's config.json, and its architecture, None for longhaul's own code."""
+    path = folder / "config.json"
+    what = f"{path}: not the config of an exported model"
+    try:
+        content = read_regular(path, _MOST_BYTES)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{what}: {one_line(error)}") from error
+    kind = parse_json(_Described, content, what).model_type
+    if kind != "longhaul" and kind not in ARCHITECTURES:
+        wanted = ", ".join(["longhaul", *ARCHITECTURES])
+        raise ValueError(f"{what}: model_type: found {shown(kind)}, wanted one of {wanted}")
+    return content, ARCHITECTURES.get(kind)
+
+
+def exported_context(folder: Path) -> int:
+    """The longest context of the model of an exported folder, in tokens."""
+    content, architecture = _config_in(folder)
+    found = parse_json(_Context, content, folder / "config.json").max_position_embeddings
+    if found is None and architecture is None:
+        raise ValueError(f"{folder / 'config.json'}: found no max_position_embeddings, wanted one")
+    learned = None if architecture is None else exported_model(folder).learned_positions
+    return learned or found or cast(Architecture, architecture).context
 
 
 def exported_tokenizer(folder: Path) -> Tokenizer:
@@ -107,15 +163,23 @@ def exported_tokenizer(folder: Path) -> Tokenizer:
             return LongCrawl64Tokenizer()
         config = folder / "config.json"
         ids = parse_json(_SpecialIds, read_regular(config, _MOST_BYTES), config)
-        return build_tokenizer(
-            str(folder / "tokenizer.json"), bos=ids.bos_token_id, eos=ids.eos_token_id
-        )
+        eos = ids.eos_token_id
+        if isinstance(eos, list):  # of which the first ends a text, and the others a turn of a chat
+            eos = eos[0] if eos else None
+        # Without an id, the tokenizer's own settings have it.
+        return build_tokenizer(str(folder / "tokenizer.json"), bos=ids.bos_token_id, eos=eos)
     except (ValueError, OSError) as error:
         raise ValueError(f"{folder}: found no tokenizer of an export, {one_line(error)}") from error
 
 
 def exported_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of an exported folder. Raises ValueError if a file is missing or damaged."""
+    """All weights of an exported folder, by our names.
+
+    Raises:
+        ValueError: a file is missing or damaged, or a tensor is missing, unknown or of another
+            shape.
+    """
+    _, architecture = _config_in(folder)
     try:
         index = folder / WEIGHTS_INDEX
         names = {WEIGHTS}
@@ -127,6 +191,10 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
             read_header(folder / name)
             with foreign_content(name, "not readable as safetensors"):
                 weights |= load_file(folder / name)
+        if architecture is not None:
+            with torch.device("meta"):
+                model = LanguageModel(exported_model(folder))
+            weights = architecture.weights_of(model, weights)
     except (OSError, ValueError) as error:
         message = one_line(reason(error))
         raise ValueError(f"{folder}: the weights cannot be read, {message}") from error

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
@@ -28,12 +28,14 @@ from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 _FIXED = (
     "model.",
     "data.context",
+    "data.short_first",
     "data.shuffle_shards",
     "data.validation_tokens",
     "optim.",
     "trainer.precision",
     "trainer.seed",
     "trainer.start_from",
+    "trainer.branch_from",
     "trainer.train_only",
 )
 
@@ -47,6 +49,7 @@ _PLACES = (
     "data.manifest",
     "data.validation_manifest",
     "trainer.start_from",
+    "trainer.branch_from",
     "tracking.uri",
 )
 
@@ -71,21 +74,9 @@ class RunFolder:
         """Raise ConfigError if the folder's run has another config, or has trained more tokens."""
         if not self.config_file.exists():
             return
-        stored = stored_config(self)
-        before, now = flatten(to_dict(stored)), flatten(to_dict(config))
-        # Another kind may have other options: the kind is named, not one of them.
-        for key in sorted(before.keys() | now.keys(), key=lambda key: (key[-5:] != ".kind", key)):
-            is_fixed = key.startswith(_FIXED) and key not in _FREE
-            if is_fixed and before.get(key) != now.get(key):
-                raise ConfigError(
-                    f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in "
-                    f"{self.config_file}; give the new run another name"
-                )
-        orders = [list(each.model.layer_attention) for each in (config, stored)]
-        if orders[0] != orders[1]:
+        if difference := fixed_difference(config, stored_config(self)):
             raise ConfigError(
-                f"model.layer_attention: found the order {', '.join(orders[0])}, wanted "
-                f"{', '.join(orders[1])} as in {self.config_file}; give the new run another name"
+                f"{difference} as in {self.config_file}; give the new run another name"
             )
         # The schedule, and every number of the run, would be those of two budgets.
         trained = newest_step(self.checkpoints) * config.optim.tokens_per_update
@@ -153,6 +144,23 @@ class RunFolder:
 
     def mark_finished(self, finished: Finished) -> None:
         write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
+
+
+def fixed_difference(found: RunConfig, wanted: RunConfig, free: Collection[str] = ()) -> str:
+    """The first key that differs of those that must not, what was found, and what was wanted.
+
+    Empty without one. `free` are keys that may differ too.
+    """
+    now, before = (flatten(to_dict(each)) for each in (found, wanted))
+    # Another kind may have other options: the kind is named, not one of them.
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (key[-5:] != ".kind", key)):
+        is_fixed = key.startswith(_FIXED) and key not in (*_FREE, *free)
+        if is_fixed and before.get(key) != now.get(key):
+            return f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r}"
+    orders = [", ".join(each.model.layer_attention) for each in (found, wanted)]
+    if orders[0] != orders[1]:
+        return f"model.layer_attention: found the order {orders[0]}, wanted {orders[1]}"
+    return ""
 
 
 def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
@@ -292,15 +300,16 @@ def _with_paths(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
     for key in MANIFEST_KEYS:
         places = {name: changed(place) for name, place in data.manifests(key).items()}
         data = data.with_manifests(key, places)
-    start_from = config.trainer.start_from
+    trainer = config.trainer
+    start_from, branch_from = (
+        one and changed(one) for one in (trainer.start_from, trainer.branch_from)
+    )
     uri = tracking.uri
     if uri.startswith(SQLITE):
         uri = SQLITE + change(uri.removeprefix(SQLITE))
     return dataclasses.replace(
         config,
         data=data,
-        trainer=dataclasses.replace(
-            config.trainer, start_from=None if start_from is None else changed(start_from)
-        ),
+        trainer=dataclasses.replace(trainer, start_from=start_from, branch_from=branch_from),
         tracking=dataclasses.replace(tracking, uri=uri),
     )

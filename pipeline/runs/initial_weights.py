@@ -8,6 +8,7 @@ from torch import Tensor
 from longhaul.configs import ConfigError
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.architectures.architecture import canonical
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.exported import exported_model, exported_weights, is_exported
 from longhaul.pipeline.runs.folder import stored_config
@@ -17,8 +18,8 @@ from longhaul.pipeline.runs.trained_model import find_checkpoint
 def load_initial_weights(model: LanguageModel, start_from: str) -> Path:
     """Load the weights of a checkpoint or of an exported folder into a new model.
 
-    The source's model must have the same config, except for initial states and chunk size. Initial
-    states that the source lacks keep their present values.
+    The source's model must have the same config, except for initial states, chunk size and
+    initialisation. Initial states that the source lacks keep their present values.
 
     Returns:
         The checkpoint, or the exported folder.
@@ -56,18 +57,21 @@ def _load(model: LanguageModel, start_from: str) -> Path:
 
 
 def _compare_options(found: LanguageModelConfig, wanted: LanguageModelConfig, source: Path) -> None:
-    before, now = _weight_options(found), _weight_options(wanted)
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise ValueError(
-                f"found {key} {before.get(key)!r} in {source}, wanted {now.get(key)!r} as in this "
-                "run's model"
-            )
+    said = _weight_options(found), _weight_options(wanted)
+    meant = _weight_options(canonical(found)), _weight_options(canonical(wanted))
+    # By the key that a config has, where there is one.
+    for before, now in (said, meant):
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key) and meant[0].get(key) != meant[1].get(key):
+                raise ValueError(
+                    f"found {key} {before.get(key)!r} in {source}, wanted {now.get(key)!r} as in "
+                    "this run's model"
+                )
 
 
 def _weight_options(model: LanguageModelConfig) -> dict[str, Any]:
     """The options of a model, by flat name, that determine what its weights mean."""
-    free = ("initial_state", "rank", "chunk_size")
+    free = ("initial_state", "rank", "chunk_size", "init")
     options = flatten(to_dict(model), "model.")
     return {key: value for key, value in options.items() if key.rsplit(".", 1)[-1] not in free}
 

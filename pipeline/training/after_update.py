@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 
 from longhaul.configs import RunConfig
 from longhaul.modules.pretraining import Pretraining, Update
-from longhaul.modules.progress import Progress
+from longhaul.modules.progress import Progress, is_passed
 from longhaul.pipeline.training.recorder import RankReport
 
 
@@ -45,7 +45,8 @@ class AfterUpdate:
 
     def is_due(self, every_tokens: int) -> bool:
         """Whether an action is due that happens every so many tokens and after the last update."""
-        return self.is_last or self.progress.step % updates_of(self.config, every_tokens) == 0
+        every = updates_of(self.config, every_tokens)
+        return self.is_last or is_passed(every, self.progress.step, self.update.steps)
 
 
 Hook = Callable[[AfterUpdate], None]

@@ -87,11 +87,13 @@ class TrainingCallback(Callback):
             on_abort=lambda: self._end_at_once(trainer.global_rank),
         )
         self.requests.on_interrupt = self.watchdog.report_interrupt
+        larger = self.config.optim.larger_updates
         updates_between_saves = updates_of(self.config, config.every_tokens)
         store = CheckpointStore(
             self._folder.checkpoints,
             keep_last=config.keep_last,
             keep_every=config.keep_every and config.keep_every * updates_between_saves,
+            longest_update=max(one.factor for one in larger) if larger else 1,
             group=save_group,
         )
         self.saving = Saving(self.config, self.data, store, self.recorder)

@@ -54,7 +54,8 @@ class Validation:
         # As the training loss: MLflow's pages order charts by name, and losses are looked at first.
         values["curves/validation_loss"] = values.pop("validation/loss")
         if by_source is not None:
-            losses = zip(self._names, by_source.compute().tolist(), strict=True)
+            # torchmetrics makes a number of a vector of one.
+            losses = zip(self._names, by_source.compute().flatten().tolist(), strict=True)
             values |= {f"validation/loss/{name}": loss for name, loss in losses}
         if self._recorder is not None:
             self._recorder.record_validation(after.progress, values)

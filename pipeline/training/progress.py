@@ -64,7 +64,7 @@ class ProgressLine:
             with _terminal_may_be_closed():
                 speed = f"{tokens_per_second:,.0f} tokens/s"
                 self._bar.set_postfix_str(f"loss {update.loss:.3f}, {speed}")
-                self._bar.update()
+                self._bar.update(progress.step - self._bar.n)
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES or is_last:
             self._last_line = now
             self._print(line)

@@ -16,7 +16,7 @@ from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.kernels.backend import resolve_backend
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Update
-from longhaul.modules.progress import Progress
+from longhaul.modules.progress import Progress, is_passed
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.data import record_data
@@ -80,7 +80,8 @@ class Recorder:
         self._ranks_file = folder.log_file.with_name("ranks.jsonl")
         self._progress_line = ProgressLine(config.name, config.num_updates)
         self._stragglers: StragglerReport | None = None
-        self._peak_tokens_per_second: float | None = None  # of all devices together
+        # Of all devices together, by the length of sequences; empty where it is not known.
+        self._peak_tokens_per_second: dict[int, float] = {}
         # Metrics that are measured at some updates only; the next recorded update includes them.
         self._pending: dict[str, float] = {}
 
@@ -96,7 +97,7 @@ class Recorder:
 
         Args:
             progress: where training starts.
-            saved: the checkpoint it resumes from, if any.
+            saved: the checkpoint it resumes from, if any, of this run or of trainer.branch_from.
             model: for its FLOPs per token.
             hosts: host name of each rank.
             device: of this rank.
@@ -104,7 +105,9 @@ class Recorder:
         config, folder = self._config, self._folder
         before = stored_config(folder) if folder.config_file.exists() else None
         # What has saved nothing yet starts over, with the files that are here now.
-        changed = [] if saved is None else folder.changed_sources(config.model.kinds)
+        kinds, origin = config.model.kinds, saved and RunFolder(saved.path.parent.parent)
+        changed = origin.changed_sources(kinds) if origin else []
+        is_branch = origin is not None and origin.path != folder.path
         record_data(folder, config.data)
         folder.record_start(config)
         self.tracker.start()
@@ -116,7 +119,9 @@ class Recorder:
         self._progress_line.begin(progress)
         if self._source is not None:
             logger.info("the run begins with the weights of %s", self._source)
-        if saved is not None:  # missing in MLflow if the run was killed right after the save
+        if saved is not None and is_branch:
+            logger.info("the run goes on from %s", saved.path)
+        elif saved is not None:  # missing in MLflow if the run was killed right after the save
             self.tracker.log_checkpoint(saved.path, progress.step)
         if len(hosts) > 1:
             self._stragglers = StragglerReport(self._ranks_file, hosts)
@@ -129,8 +134,9 @@ class Recorder:
                 torch.cuda.get_device_name(device),
             )
             return
-        flops = training_flops(model, config.data.context, device)
-        self._peak_tokens_per_second = len(hosts) * peak / flops
+        for context in (config.data.context, *(one.context for one in config.data.short_first)):
+            flops = training_flops(model, context, device)
+            self._peak_tokens_per_second[context] = len(hosts) * peak / flops
 
     def record(
         self,
@@ -141,13 +147,15 @@ class Recorder:
     ) -> None:
         """Record an update, skipped or not."""
         seconds = ranks[0].seconds
-        tokens_per_second = self._config.optim.tokens_per_update / seconds
+        tokens = update.steps * self._config.optim.tokens_per_update
+        tokens_per_second = tokens / seconds
         self._progress_line.update(progress, update, tokens_per_second)
         self._record_ranks(progress.step, ranks)
         if update.skip is not None:
             self._record_skip(update.skip, update)
         every = self._config.tracking.every_updates
-        if progress.step % every and progress.step < self._config.num_updates:
+        is_due = is_passed(every, progress.step, update.steps)
+        if not is_due and progress.step < self._config.num_updates:
             return
         values = {
             "curves/train_loss": update.loss,
@@ -162,17 +170,22 @@ class Recorder:
             "train/replaced_shards": replaced_shards,
             **self._pending,
         }
+        if update.z_loss is not None:
+            values["train/z_loss"] = update.z_loss
         read = self._data.read_by(progress.samples)
-        for (name, (tokens, epochs)), loss in zip(read.items(), update.source_losses, strict=True):
-            values |= {f"train/tokens/{name}": tokens, f"train/epochs/{name}": epochs}
+        for (name, (count, epochs)), loss in zip(read.items(), update.source_losses, strict=True):
+            values |= {f"train/tokens/{name}": count, f"train/epochs/{name}": epochs}
             if not math.isnan(loss):  # which it is where the update had no sample of it
                 values[f"train/loss/{name}"] = loss
         self._pending = {}
         if reserved := max(rank.reserved_bytes for rank in ranks):
             values["train/reserved_memory_bytes"] = reserved
-        if self._peak_tokens_per_second is not None:
+        data, context = self._config.data, self._config.data.context_at(progress.tokens - tokens)
+        if data.short_first:
+            values["train/context"] = context
+        if self._peak_tokens_per_second:
             values["train/model_flops_utilisation"] = (
-                tokens_per_second / self._peak_tokens_per_second
+                tokens_per_second / self._peak_tokens_per_second[context]
             )
         self.tracker.log("train", progress.step, values)
 

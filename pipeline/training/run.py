@@ -39,6 +39,7 @@ from longhaul.pipeline.runs.data import check_epochs, check_same_data, recorded_
 from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
+from longhaul.pipeline.runs.trunk import branch_point
 from longhaul.pipeline.system.compile_caches import use_private_caches
 from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.system.waiting import UPLOAD_S
@@ -87,6 +88,8 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
         stored = stored_config(folder).data
         trained = newest_step(folder.checkpoints) * config.optim.tokens_per_update
         check_same_data(folder, config.data, stored, trained, may_be_gone=finished is not None)
+    if config.trainer.branch_from is not None and holds_none(folder.checkpoints):
+        branch_point(config)  # refused before anything starts
     if finished is not None:
         if trainer.is_global_zero:
             _show_finished(config, folder, finished)
@@ -220,8 +223,10 @@ def build_module(config: RunConfig) -> Pretraining:
 def _build_initial_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | None]:
     """The module that training starts with, and where trainer.start_from's weights were read."""
     module = build_module(config)
-    # A run that has a checkpoint of its own, even a damaged one, is resumed by TrainingCallback.
-    if config.trainer.start_from is None or not holds_none(folder.checkpoints):
+    # A run that has a checkpoint of its own, even a damaged one, or begins with all of another
+    # run's, is resumed by TrainingCallback.
+    is_new = holds_none(folder.checkpoints) and config.trainer.branch_from is None
+    if config.trainer.start_from is None or not is_new:
         return module, None
     # Ranks may find different checkpoints here, if the run that writes them is still in progress.
     # The strategy then gives all ranks the weights of rank 0.

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -17,6 +18,7 @@ from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.distributed.strategy import resumable
+from longhaul.pipeline.runs.trunk import branch_point
 from longhaul.pipeline.training.after_update import AfterUpdate
 from longhaul.pipeline.training.recorder import Recorder
 
@@ -44,12 +46,26 @@ class Saving:
     def resume(self, trainer: Trainer, module: Pretraining) -> SavedCheckpoint | None:
         """Restore model, optimizer, counters and RNG from the newest checkpoint, if there is one.
 
+        A run that has none yet begins with a checkpoint of the run in trainer.branch_from.
+
         Raises:
-            ValueError: it was trained on other shards.
+            ValueError: it was trained on other shards, or holds weights alone.
         """
         saved = self.store.open_newest()
+        if saved is None and self._config.trainer.branch_from is not None:
+            saved = self.store.open_found(partial(branch_point, self._config))
         if saved is None:
             return None
+        self._restore(trainer, module, saved)
+        return saved
+
+    def _restore(self, trainer: Trainer, module: Pretraining, saved: SavedCheckpoint) -> None:
+        """Restore all of a checkpoint."""
+        if not any(name.startswith("rng/") for name in saved.tensors):
+            raise ValueError(
+                f"{saved.path}: found weights alone, wanted the optimizer's state too; a run of "
+                "another name begins with them by trainer.start_from"
+            )
         state = saved.state(TrainingState)
         # The run folder's own record was compared before; this is a checkpoint from elsewhere.
         corpus = self._data.corpus
@@ -64,7 +80,6 @@ class Saving:
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
         module.progress = Progress(**vars(state.progress))
-        return saved
 
     def rewind_if_due(self, after: AfterUpdate) -> None:
         """Restore weights and moments from the newest checkpoint, but go on with the next step.

@@ -13,7 +13,7 @@ from longhaul.pipeline.verification.check import Check, Needs, Place
 from longhaul.pipeline.verification.machine import Machine, source_files
 from longhaul.pipeline.verification.models import faults_of
 
-# What `longhaul train` imports beyond PyTorch, einops and jaxtyping. Without mlflow it trains too:
+# What `longhaul train` imports beyond PyTorch and jaxtyping. Without mlflow it trains too:
 # its journal keeps what mlflow would be told.
 _PACKAGES = (
     *("lightning", "numpy", "omegaconf", "psutil", "pydantic", "safetensors", "torchmetrics"),
@@ -98,6 +98,7 @@ def remaining_checks(machine: Machine) -> list[Check]:
         _check("evaluate: one process", evaluate, 1, "matplotlib"),
         _check("generate: greedy, twice", generate, None),
         _check("doctor", doctor, None),
+        _check(f"muon: single and fsdp on {_ranks(machine)}", muon, _ranks(machine)),
         *map(_training, trainings[1:]),
     ]
     if (ranks := _ranks(machine)) > 1:
@@ -194,6 +195,20 @@ def resume_to_the_bit(_: None, place: Place) -> dict[str, Any]:
     )
     faults = [] if whole == broken else [f"losses: found {broken}, wanted {whole}"]
     return {"losses": broken, "faults": faults}
+
+
+def muon(devices: int, place: Place) -> dict[str, Any]:
+    """Muon's losses with its matrices sharded are those of one device, in bfloat16 too."""
+    command = (*_train("bf16-mixed"), "optim.name=muon")
+    _longhaul(place, *command, *_ONE, "name=muon")
+    sharding = ("trainer.strategy=fsdp", f"trainer.devices={devices}")
+    _longhaul(place, *command, *sharding, "name=muon-sharded")
+    whole, sharded = (
+        [one["curves/train_loss"] for one in _journal(place, name)]
+        for name in ("muon", "muon-sharded")
+    )
+    faults = [*faults_of(whole), *_unlike(sharded, whole, "bf16-mixed")]
+    return {"losses": sharded, "whole": whole, "faults": faults}
 
 
 def evaluate(devices: int, place: Place) -> dict[str, Any]:

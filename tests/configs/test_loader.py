@@ -43,8 +43,8 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
     [
         ("model.attention.degre=2", "model.attention.degre: unknown key.* model.attention.degree"),
         (
-            "model.layer_attention.0={kind: softmax, tap: 5}",
-            "0.tap: unknown key, wanted one of rot",
+            "model.layer_attention.0={kind: softmax, zzz: 5}",
+            "0.zzz: unknown key, wanted one of rot",
         ),
         ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
         ("model.attention.degree='2'", "model.attention.degree: found '2', wanted a valid integer"),
@@ -106,6 +106,11 @@ def test_a_mistake_is_reported_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_run_config("run/demo.yaml", [override])
     assert "\n" not in str(caught.value)
+
+
+def test_muon_is_refused_where_the_optimizer_sees_no_matrices() -> None:
+    with pytest.raises(ConfigError, match=r"optim.name: found muon with .* deepspeed, .* wanted"):
+        load_run_config("run/demo.yaml", ["optim.name=muon", "trainer.strategy=deepspeed"])
 
 
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:

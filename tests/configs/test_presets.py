@@ -20,6 +20,7 @@ RUNS = sorted(
 )
 SIZES = {"gpt2-124m": 124e6, "gpt2-354m": 354e6, "gpt2-772m": 772e6, "gpt2-1.6b": 1.56e9}
 SIZES |= {"gpt-1.3b": 1.31e9, "gpt-neox-350m": 406e6}
+SIZES |= {"llama-124m": 124e6, "llama-340m": 360e6, "llama-1.3b": 1.336e9}
 
 KINDS = ("softmax", "sympow", "sympow_gated", "conformal_sympow")
 # Published training losses by context and degree, kinds in this order: means of the last ten

@@ -15,6 +15,7 @@ from attention_cases import (
     build,
     every_case,
     every_case_and_learned,
+    fresh,
     name,
     tokens,
 )
@@ -24,8 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels import state_features, symmetric_dim
 from longhaul.kernels.power.cost import power_state_flops
-from longhaul.modules.attention import Attention, attention_config, build_attention
+from longhaul.modules.attention import (
+    Attention,
+    LayerShape,
+    attention_config,
+    build_attention,
+    retention,
+)
 from longhaul.modules.attention.fused import FusedAttention
+from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.power import PowerAttention
 
 pytestmark = pytest.mark.usefixtures("chunks_of_16")
@@ -193,7 +201,7 @@ def test_trains_under_autocast(kind: str, options: dict[str, object]) -> None:
 @every_case_and_learned
 def test_builds_on_meta_without_memory(kind: str, options: dict[str, object]) -> None:
     with torch.device("meta"):
-        attention = build_attention(kind, 768, 12, **options)
+        attention = fresh(kind, 768, 12, **options)
         tensors = [*attention.parameters(), *attention.buffers()]
     assert all(tensor.is_meta for tensor in tensors)
     y, _ = attention(torch.empty(2, 64, 768, device="meta"), keep_state=False)
@@ -215,8 +223,8 @@ def test_sizes_and_flops_match_measured_ones(kind: str, options: dict[str, objec
         assert attention.allocated_bytes(T, torch.float32) == sum(held.values())
         assert attention.state_size() in (None, sum(x.numel() for x in tensors))
     if isinstance(attention, FusedAttention):
-        pairs = T * (T + 1) // 2
-        assert attention.mixing_flops(T) * T == 4 * pairs * WIDTH
+        pairs = sum(min(t, attention.window or T) for t in range(1, T + 1))
+        assert attention.mixing_flops(T) == 4 * pairs * HEADS * attention.head_dim // T
     if kind not in POWER:
         return
     counted = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
@@ -226,7 +234,7 @@ def test_sizes_and_flops_match_measured_ones(kind: str, options: dict[str, objec
     assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
     pivots = 3 if options.get("initial_state") == "learned" else 0
     learned = power_state_flops(pivots, attention.key_dim, attention.value_dim, attention.degree)
-    assert counted.get("longhaul.power_state", 0) == attention.op_heads * learned
+    assert counted.get("longhaul.power_state", 0) == attention.num_states * learned
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
 
 
@@ -250,7 +258,7 @@ def padding(attention: PowerAttention) -> int:
     K, V, p = attention.key_dim, attention.value_dim, attention.degree
     allocated = state_features(K, p) * (V + 1)
     needed = symmetric_dim(K, p) * (V + attention.normalize)
-    return attention.op_heads * (allocated - needed)
+    return attention.num_states * (allocated - needed)
 
 
 D, H, K = WIDTH, HEADS, WIDTH // HEADS
@@ -300,7 +308,7 @@ def test_a_new_learned_state_has_values_of_zero(kind: str) -> None:
 def test_bf16_is_near_float64_late_in_a_document(kind: str, options: dict[str, object]) -> None:
     # Freshly initialised, as in training: sums of both signs must not consist of rounding errors.
     torch.manual_seed(0)
-    attention = build_attention(kind, 64, 2, **options)
+    attention = fresh(kind, 64, 2, **options)
     x = torch.randn(1, 700, 64)
     wanted, _ = attention.double()(x.double(), keep_state=False)
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,7 +323,7 @@ def test_bf16_is_near_float64_late_in_a_document(kind: str, options: dict[str, o
 )
 def test_head_norm_gives_late_tokens_unit_variance(kind: str, options: dict[str, object]) -> None:
     torch.manual_seed(0)
-    attention = build_attention(kind, 64, 2, **options)
+    attention = fresh(kind, 64, 2, **options)
     norm = attention.norm
     if norm is None:
         return
@@ -323,8 +331,50 @@ def test_head_norm_gives_late_tokens_unit_variance(kind: str, options: dict[str,
     norm.register_forward_hook(lambda module, inputs, output: heads.append(output))
     with torch.no_grad():
         attention(torch.randn(1, 700, 64), keep_state=False)
-    late = heads[0].unflatten(-1, (2, 32))[500:]
+    late = heads[0].unflatten(-1, (2, -1))[500:]
     assert 0.98 < late.std(dim=-1, unbiased=False).mean() < 1.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [case for case in CASES + LEARNED if "key_heads" in case[1]], ids=name
+)
+def test_query_heads_share_a_key_head_as_if_each_had_its_own(
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, object]
+) -> None:
+    # Fixed decays differ between key heads.
+    monkeypatch.setattr(
+        retention, "log_decays", lambda x, heads: log_decays(x, 1).expand(-1, -1, heads)
+    )
+    grouped, x = build(kind, options), tokens(40)
+    alone = build(kind, {**options, "key_heads": HEADS})
+    with torch.no_grad():
+        for path, weight in alone.named_parameters():
+            given = grouped.get_parameter(path)
+            if path.startswith(("qkv.", "qtv.")):  # rows of queries, then keys, then values
+                parts = given.split(grouped.qkv_widths)
+                given = torch.cat([parts[0], *(part for part in parts[1:] for _ in range(HEADS))])
+            elif given.shape != weight.shape:
+                given = torch.cat([given] * HEADS)
+            weight.copy_(given)
+    found, state = grouped(x)
+    wanted, larger = alone(x)
+    assert_same(found, wanted)
+    sizes = [sum(one.numel() for one in pytree.tree_leaves(each)) for each in (state, larger)]
+    assert HEADS * sizes[0] <= sizes[1] + 2 * HEADS  # all but two rotations
+
+
+def test_a_kind_that_knows_no_key_heads_refuses_them() -> None:
+    shape = LayerShape(width=WIDTH, heads=HEADS, key_heads=1, head_dim=8)
+    found = "^model.kv_heads: found 1 for kind softmax, which has a key head for each query head; w"
+    with pytest.raises(ValueError, match=found):
+        Ungrouped(attention_config("softmax")(), shape)
+
+
+class Ungrouped(Attention):
+    """A kind of someone who did not think of key heads."""
+
+    def forward(self, x, state=None, *, documents=None, keep_state=True):  # type: ignore
+        return x, None
 
 
 def test_forget_gates_of_many_heads_all_learn() -> None:

@@ -17,7 +17,7 @@ from longhaul.modules.attention.base import register
 from longhaul.modules.documents import Documents
 
 WIDTH, HEADS = 16, 2
-SHAPE = LayerShape(width=WIDTH, heads=HEADS, key_heads=HEADS)
+SHAPE = LayerShape(width=WIDTH, heads=HEADS, key_heads=HEADS, head_dim=WIDTH // HEADS)
 
 
 def test_state_size_matches_the_published_one() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
+from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses, linear_cross_entropy
 
 VOCABULARY, WIDTH = 300, 24
 
@@ -69,3 +69,29 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, target, torch.float32)
     assert torch.equal(loss, linear_cross_entropy(hidden, weight, target, torch.float32))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_z_loss_and_soft_cap_are_those_of_their_formulas(
+    dtype: torch.dtype, softcap: float | None
+) -> None:
+    hidden, weight, target = inputs(ROWS_AT_ONCE + 77)
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    if dtype == torch.float64:
+        hidden, weight = h, w
+    row_losses = RowLosses()
+    loss = linear_cross_entropy(
+        hidden, weight, target, dtype, row_losses, softcap=softcap, z_loss=0.25
+    )
+    y = h @ w.T
+    y = y if softcap is None else softcap * (y / softcap).tanh()
+    z = y.exp().sum(1).log()
+    losses = z - y[range(len(target)), target]
+    wanted = losses.mean() + 0.25 * z.square().mean()
+    bound = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}[dtype]
+    found = loss, row_losses.all(), row_losses.normalizers()
+    found += torch.autograd.grad(3 * loss, (hidden, weight))
+    exact = wanted, losses, z, *torch.autograd.grad(3 * wanted, (h, w))
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() <= bound * other.norm()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -40,7 +41,7 @@ def is_power(kind: str) -> bool:
     return issubclass(attention_config(kind), PowerConfig)
 
 
-def small(kind: str = "conformal_sympow", **shape: bool) -> LanguageModel:
+def small(kind: str = "conformal_sympow", **shape: Any) -> LanguageModel:
     torch.manual_seed(0)
     attention = attention_config(kind)()
     return LanguageModel(
@@ -150,6 +151,36 @@ def test_residual_projections_start_smaller() -> None:
     assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.1)
     for layer in (block.mlp.out, block.attention.out):
         assert layer.weight.std().item() == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 3}, "model.kv_heads: found 3, wanted a divisor of model.heads = 4"),
+        ({"kv_heads": 0}, "model.kv_heads: found 0, wanted 1 or more"),
+        ({"head_dim": 7}, "model.head_dim: found 7, wanted an even number"),
+        ({"learned_positions": 0}, "model.learned_positions: found 0, wanted 1 or more"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    shape = {"layers": 1, "width": 24, "heads": 4} | options
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        LanguageModelConfig(attention=attention_config("softmax")(), **shape)
+
+
+def test_grouped_heads_of_any_width_count_as_they_should() -> None:
+    shape = LanguageModelConfig(
+        attention=attention_config("softmax")(window=100),
+        layers=1, width=24, heads=4, kv_heads=2, head_dim=10, qk_norm="head", vocabulary=64,
+    )  # fmt: skip
+    model = LanguageModel(shape)
+    projections = 24 * (40 + 20 + 20) + 40 * 24
+    assert model.num_parameters() == projections + 2 * 10 + 24 * (64 + 8 * 24 + 4)
+    assert model.weight_flops() == 2 * (projections + 24 * (64 + 8 * 24))
+    pairs = 100 * 101 // 2 + 400 * 100
+    assert model.mixing_flops(500) == 4 * pairs * 40 // 500
+    attention = model.blocks[0].attention
+    assert attention.allocated_bytes(500, torch.bfloat16) == 2 * 99 * 2 * 2 * 10 + 8
 
 
 def test_parameters_and_flops_match_the_formulas() -> None:
@@ -309,6 +340,48 @@ def test_a_learned_initial_state_alone_lowers_the_loss_on_unseen_documents(kind:
         model.loss(*seen).backward()
         optimizer.step()
     assert model.loss(*unseen).item() < before - 0.01
+
+
+def test_learned_positions_are_added_to_the_embedding() -> None:
+    model, tokens = placed(), torch.randint(64, (2, 30))
+    wanted = [model.embedding(tokens) + model.positions.weight[:30]]
+    wanted.append(model.embedding_norm(wanted[0]))
+    for block in model.blocks:
+        wanted.append(block(wanted[-1], keep_state=False)[0])
+    torch.testing.assert_close(model.activations(tokens)[0], model.final_norm(wanted[-1]))
+    is_first = torch.zeros(2, 30, dtype=torch.bool)
+    is_first[:, [0, 1, 13]] = True
+    packed, _ = model.activations(tokens, is_first=is_first)
+    alone = [model.activations(part)[0] for part in tokens.split([1, 12, 17], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1))
+
+
+def test_learned_positions_go_on_from_a_state() -> None:
+    model, tokens = placed(), torch.randint(64, (2, 30))
+    wanted = model(tokens)
+    logits, state = model.prefill(tokens[:, :10])
+    logits, state = model.prefill(tokens[:, 10:20], state)
+    torch.testing.assert_close(logits, wanted[:, 19])
+    for t in range(20, 30):
+        logits, state = model.step(tokens[:, t], state, inplace=t > 25)
+        torch.testing.assert_close(logits, wanted[:, t])
+    assert state[-1].tolist() == [30, 30]
+
+
+def test_a_text_is_as_long_as_learned_positions_at_most() -> None:
+    model, tokens = placed(), torch.zeros(1, 41, dtype=torch.long)
+    model.activations(tokens[:, :40])
+    with pytest.raises(ValueError, match=r"^model\.learned_positions: found 41 tokens, wanted at"):
+        model.activations(tokens)
+
+
+def placed() -> LanguageModel:
+    """A model of 40 learned positions."""
+    model = small("softmax", learned_positions=40).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 @pytest.mark.parametrize("kind", ["conformal_sympow", "softmax"])

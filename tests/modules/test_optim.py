@@ -1,8 +1,15 @@
 """Learning rates as functions of tokens."""
 
+import itertools
+
 import pytest
 
-from longhaul.modules.optim import ScheduleConfig, learning_rate_factor
+from longhaul.modules.optim import (
+    LargerUpdateConfig,
+    OptimConfig,
+    ScheduleConfig,
+    learning_rate_factor,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +45,32 @@ def test_rate_at_chosen_tokens(options: dict[str, object], wanted: dict[int, flo
 def test_bad_values_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=f"optim.schedule.{field}: found"):
         ScheduleConfig(**options)  # type: ignore[arg-type]
+
+
+def test_steps_of_a_budget_are_those_of_update_after_update() -> None:
+    """Also where a stage ends within an update of the one before, or is passed by it."""
+    for starts in ((1,), (7,), (5, 6, 40), (10, 50), (90, 91)):
+        for factors in itertools.product((2, 3, 7), repeat=len(starts)):
+            larger = [
+                LargerUpdateConfig(at_tokens=start, factor=factor)
+                for start, factor in zip(starts, factors, strict=True)
+            ]
+            optim = OptimConfig(tokens_per_update=4, larger_updates=larger)
+            for budget in range(1, 100):
+                step = 0
+                while 4 * step < budget:
+                    begun = [one.factor for one in larger if one.at_tokens <= 4 * step]
+                    assert optim.update_factor(4 * step) == (begun or [1])[-1]
+                    step += (begun or [1])[-1]
+                assert optim.num_steps(budget) == step
+    assert OptimConfig(tokens_per_update=4).num_steps(9) == 3
+
+
+def test_bad_larger_updates_are_named() -> None:
+    for key, values in {"factor": (5, 1), "at_tokens": (0, 2)}.items():
+        with pytest.raises(ValueError, match=rf"optim.larger_updates.{key}: found "):
+            LargerUpdateConfig(at_tokens=values[0], factor=values[1])
+    twice = [LargerUpdateConfig(at_tokens=5, factor=2)] * 2
+    message = "optim.larger_updates.1.at_tokens: found 5, wanted more than the 5 before it"
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(tokens_per_update=4, larger_updates=twice)

@@ -23,7 +23,12 @@ from torch.utils.data import DataLoader
 from longhaul.modules import pretraining
 from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, build_optimizer, set_learning_rate
+from longhaul.modules.optim import (
+    LargerUpdateConfig,
+    OptimConfig,
+    build_optimizer,
+    set_learning_rate,
+)
 from longhaul.modules.pretraining import Pretraining
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.distributed.blocks import device_mesh, shard
@@ -116,6 +121,31 @@ def test_micro_batches_average_to_the_whole_batch() -> None:
     assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
 
 
+def test_a_larger_update_averages_over_more_and_its_rate_grows_with_the_root() -> None:
+    larger = LargerUpdateConfig(at_tokens=SAMPLES * CONTEXT + 1, factor=3)
+    module = build(4, larger_updates=[larger], beta2=0.9, gradient_clip=0.3)
+    model = copy.deepcopy(module.model).double()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9), weight_decay=0)
+    whole = next(iter(batches(5, 5 * SAMPLES)))
+    wanted = []
+    # Two updates of 8 samples and, from 256 tokens on, one of 24.
+    for rows, size in ((slice(0, 8), 1), (slice(8, 16), 1), (slice(16, 40), 3)):
+        optimizer.param_groups[0]["lr"] = 6e-4 * size**0.5
+        loss = model.loss(whole["input"][rows], whole["target"][rows])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        wanted.append(loss.item())
+    assert fit(module, 5, 4) == pytest.approx(wanted, rel=1e-5)
+    progress = module.progress
+    assert (progress.step, progress.samples, progress.tokens) == (5, 40, 40 * CONTEXT)
+    assert module.last_update is not None
+    assert module.last_update.steps == 3
+    for found, right in zip(module.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=2e-5)
+
+
 def test_losses_of_sources_change_no_bit_of_the_training() -> None:
     plain, told = build(2), build(2, num_sources=4)
     assert fit(plain, 3, 2) == fit(told, 3, 2)
@@ -140,6 +170,21 @@ def test_losses_of_sources_change_no_bit_of_the_training() -> None:
         assert loss == pytest.approx(own, rel=1e-6)
 
 
+def test_z_loss_is_trained_on_and_reported_apart() -> None:
+    plain, parts, whole = build(2), build(2, z_loss=0.1), build(8, z_loss=0.1)
+    rows = next(iter(batches(1, SAMPLES)))
+    normalizers = plain.model(rows["input"]).double().logsumexp(-1)
+    wanted = 0.1 * normalizers.square().mean().item()
+    without = plain.model.loss(rows["input"], rows["target"]).item()
+    for module, micro_batch in ((plain, 2), (parts, 2), (whole, 8)):
+        assert fit(module, 1, micro_batch) == [pytest.approx(without, rel=1e-6)]
+    found = [module.last_update.z_loss for module in (plain, parts, whole) if module.last_update]
+    assert found == [None, pytest.approx(wanted, rel=1e-6), pytest.approx(wanted, rel=1e-6)]
+    weights = [module.model.embedding.weight for module in (plain, parts, whole)]
+    assert not torch.allclose(weights[0], weights[1], atol=1e-5)
+    torch.testing.assert_close(weights[1], weights[2])
+
+
 def test_a_batch_says_which_tokens_begin_documents() -> None:
     module = build(1)
     tokens = torch.randint(64, (1, CONTEXT))
@@ -158,8 +203,9 @@ def test_a_batch_says_which_tokens_begin_documents() -> None:
     assert losses[1].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment() -> None:
-    spoiled = build(4)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment(name: str) -> None:
+    spoiled = build(4, name=name)
     before = copy.deepcopy(spoiled.model.state_dict())
     fit(spoiled, 2, 4, spoil=lambda update: True)
     for name, value in spoiled.model.state_dict().items():
@@ -258,6 +304,11 @@ def decayed(model: LanguageModel) -> set[str]:
     assert [group["weight_decay"] for group in groups] == [0.1, 0]
     assert {id(p) for group in groups for p in group["params"]} == set(map(id, model.parameters()))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # The same are orthogonalised, where they may be.
+    own, other = build_optimizer(model, dataclasses.replace(optim, name="muon")).param_groups
+    assert (own["kind"], other["kind"], other["weight_decay"]) == ("muon", "adam", 0)
+    assert list(map(id, own["params"])) == list(map(id, groups[0]["params"]))
+    assert [sum(rows) for rows in own["rows"]] == [len(p) for p in own["params"]]
     return {names[id(parameter)] for parameter in groups[0]["params"]}
 
 
@@ -267,6 +318,21 @@ def test_only_the_matrices_of_blocks_decay(kind: str) -> None:
         model = LanguageModel(equipped(kind))
     wanted = {"mlp.up", "mlp.out"} | {f"attention.{name}" for name in MATRICES[kind]}
     assert decayed(model) == {f"blocks.{n}.{name}.weight" for n in range(2) for name in wanted}
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_queries_keys_and_values_are_orthogonalised_apart(kind: str) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(equipped(kind))
+    (group, _) = build_optimizer(model, OptimConfig(tokens_per_update=1, name="muon")).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rows = {names[id(p)]: own for p, own in zip(group["params"], group["rows"], strict=True)}
+    attention: Any = model.blocks[0].attention
+    name = f"blocks.0.attention.{attention.qkv_name}.weight"
+    assert rows[name] == attention.qkv_widths
+    assert {
+        len(own) for other, own in rows.items() if "qkv" not in other and "qtv" not in other
+    } == {1}
 
 
 def test_a_sharded_model_decays_the_same() -> None:

@@ -1,6 +1,8 @@
 """Rotary phases are accurate over a million tokens, and positions scale at evaluation."""
 
+import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from longhaul.modules.attention import (
     registered_variants,
 )
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import PositionScaling, Rotary
+from longhaul.modules.rotary import PositionScaling, Rotary, RotaryScaling
 
 CPU = torch.device("cpu")
 MILLION = 1_048_576
@@ -84,6 +86,172 @@ def test_dynamic_ntk_raises_the_base_with_the_length(length: int, grown: float) 
     base = 10_000 * grown ** (8 / 6)
     wanted = [base ** (-2 * j / 8) / (2 * math.pi) for j in range(4)]
     assert rotary.turns(length, CPU).tolist() == pytest.approx(wanted)
+
+
+def wanted_rates(scaling: RotaryScaling, base: float, pairs: int, length: int) -> list[float]:
+    """Radians per token, pair by pair, as the sources write them."""
+    rates, L0 = [], scaling.original_max_position_embeddings or 0
+    for j in range(pairs):
+        theta = base ** (-j / pairs)
+        slow, wavelength = theta / scaling.factor, 2 * math.pi / theta
+        if scaling.rope_type == "linear":
+            theta = slow
+        elif scaling.rope_type == "longrope":
+            theta /= (scaling.long_factor if length > L0 else scaling.short_factor)[j]
+        elif scaling.rope_type == "llama3":
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            if wavelength > L0 / low:
+                theta = slow
+            elif wavelength >= L0 / high:
+                share = (L0 / wavelength - low) / (high - low)
+                theta = (1 - share) * slow + share * theta
+        elif scaling.rope_type == "yarn":
+            first, last = (
+                2 * pairs * math.log(L0 / (often * 2 * math.pi)) / (2 * math.log(base))
+                for often in (scaling.beta_fast, scaling.beta_slow)
+            )
+            if scaling.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, 2 * pairs - 1)
+            share = min(max((j - first) / (last - first), 0), 1)
+            theta = share * slow + (1 - share) * theta
+        rates.append(theta)
+    return rates
+
+
+SCALINGS = [
+    RotaryScaling(rope_type="linear", factor=4.0),
+    RotaryScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64),
+    RotaryScaling(
+        rope_type="llama3",
+        factor=32.0,
+        original_max_position_embeddings=8192,
+        low_freq_factor=2.0,
+        high_freq_factor=5.0,
+    ),
+    RotaryScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096),
+    RotaryScaling(
+        rope_type="yarn",
+        factor=16.0,
+        original_max_position_embeddings=256,
+        beta_fast=16.0,
+        truncate=False,
+    ),
+    RotaryScaling(
+        rope_type="longrope",
+        factor=4.0,
+        original_max_position_embeddings=100,
+        short_factor=[1.0 + j for j in range(8)],
+        long_factor=[2.0 + j * j for j in range(8)],
+    ),
+]
+
+
+@pytest.mark.parametrize("length", [100, 101])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda one: one.rope_type)
+def test_rates_of_scaled_models_match_the_formulas(scaling: RotaryScaling, length: int) -> None:
+    rotary = Rotary(20, base=5_000.0, share=0.8, model_scaling=scaling)
+    found = (rotary.turns(length, CPU) * 2 * math.pi).tolist()
+    wanted = wanted_rates(scaling, 5_000.0, 8, length)
+    assert found == pytest.approx(wanted, rel=1e-12)
+    assert found != pytest.approx(wanted_rates(RotaryScaling(), 5_000.0, 8, length), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "gain"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}, 1.5),
+        ({"rope_type": "llama3", "factor": 4.0}, 1.0),
+        (
+            {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [1.0] * 4,
+            },
+            (1 + math.log(4) / math.log(512)) ** 0.5,
+        ),
+    ],
+)
+def test_scaled_models_multiply_what_rotates(options: dict[str, object], gain: float) -> None:
+    scaling = RotaryScaling(original_max_position_embeddings=512, **options)
+    rotary = Rotary(8, base=100.0, model_scaling=scaling)
+    cos, sin = rotary.phases(torch.arange(9.0).double()[None], 9, torch.float64)
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, gain**2))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sympow"])
+def test_longrope_is_refused_where_lengths_are_not_known(kind: str) -> None:
+    attention, x = build_attention(kind, 16, 2, rotary_scaling=LONGROPE), tokens(9).float()
+    found = "^positions: found longrope"
+    with pytest.raises(ValueError, match=found):
+        attention.check_documents(has_state=False)
+    if kind == "softmax":
+        whole, _ = attention(x)
+        _, state = attention(x[:, :3])
+        rest, _ = attention(x[:, 3:], state)
+        torch.testing.assert_close(rest, whole[:, 3:])
+        return
+    with pytest.raises(ValueError, match=found):
+        attention(x)
+
+
+LONGROPE = RotaryScaling(
+    rope_type="longrope",
+    factor=4.0,
+    original_max_position_embeddings=5,
+    short_factor=[1.0] * 4,
+    long_factor=[3.0] * 4,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("softmax", {"rotary_share": 0.0}, "rotary_share: found 0.0, wanted more than 0"),
+        ("softmax", {"rotary_share": 0.4}, "head width: found 3 coordinates to rotate of 8"),
+        ("coca", {"rotary_share": 0.5}, "rotary_share: found 0.5 with kind coca"),
+        ("complex", {"rotary_share": 0.5}, "rotary_share: found 0.5 with kind complex"),
+        ("cartan", {"rotary_share": 0.5, "generator_per": "pair"}, "rotary_share: found 0.5 with"),
+        ("zeros", {"rotary_share": 0.5, "form": "notes", "bilinear": False}, "rotary_share: found"),
+        (
+            "retention",
+            {"rotary_scaling": RotaryScaling(rope_type="linear", factor=0.5)},
+            "rotary_scaling.factor: found 0.5, wanted 1 or more",
+        ),
+        (
+            "sympow",
+            {"rotary_scaling": RotaryScaling(rope_type="yarn", factor=2.0)},
+            "rotary_scaling.original_max_position_embeddings: found None, wanted 2 or more",
+        ),
+        (
+            "softmax",
+            {"rotary_scaling": dataclasses.replace(LONGROPE, long_factor=[])},
+            "rotary_scaling.long_factor: found [], wanted one number for each pair with longrope",
+        ),
+        (
+            "softmax",
+            {"rotary_scaling": dataclasses.replace(LONGROPE, long_factor=[1.0] * 3)},
+            "rotary_scaling.long_factor: found 3 numbers, wanted one for each of 4 pairs",
+        ),
+        (
+            "softmax",
+            {"rotary_scaling": LONGROPE, "window": 4},
+            "window: found 4 with rotary_scaling longrope",
+        ),
+    ],
+)
+def test_bad_rotations_are_named(kind: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        build_attention(kind, 16, 2, **options)
+
+
+def test_a_window_refuses_rates_that_change_with_the_length() -> None:
+    attention = build_attention("softmax", 16, 2, window=4)
+    attention.set_positions(PositionScaling(name="linear", factor=2.0))
+    with pytest.raises(ValueError, match=r"^positions: found dynamic_ntk for attention with a"):
+        attention.set_positions(PositionScaling(name="dynamic_ntk", factor=2.0, context=20))
 
 
 def small(kind: str, scaling: PositionScaling) -> Attention:

@@ -42,8 +42,10 @@ MISTYPED = {
         ["evaluate", "runs/demo", "--contexts", "4x"],
         ["evaluate", "runs/demo", "--factor", "2"],
     ],
+    "average": [["average", "runs/demo", "mean", "--last", "1"]],
     "generate": [["generate", "runs/demo", "--tokens", "4x"]],
     "export": [["export", "runs/demo"]],
+    "import": [["import", "folder"]],
     "report": [["report", "demo", "out", "--sequences", "4x"]],
     "submit": [
         ["submit", "run/demo.yaml", "slurm.acount=a"],

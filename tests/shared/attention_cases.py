@@ -1,23 +1,29 @@
 """Every variant with the options that change what it computes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from longhaul.modules.attention import (
     Attention,
+    LayerShape,
     attention_config,
-    build_attention,
     registered_variants,
 )
 from longhaul.modules.attention.power import PowerConfig
+from longhaul.modules.rotary import RotaryScaling
 
 VARIANTS = registered_variants()
 POWER = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
 WIDTH, HEADS = 16, 2
 
 # Options that change what a variant computes, tested besides its defaults. A new variant needs no
-# entry.
+# entry. They may be those of the layer's shape, too: GROUPED has one key head for two query heads,
+# heads whose widths do not add up to that of the model, and norms of queries and keys.
+GROUPED: dict[str, object] = {"key_heads": 1, "head_dim": 6, "qk_norm": "full"}
+YARN = RotaryScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "cartan": [
         {"generator": "additive"},
@@ -30,12 +36,17 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"generator_per": "coordinate", "generator": "product", "lengths": "ratio"},
         {"generator_per": "pair", "bilinear": False},
         {"lengths": "raw"},
+        {"generator_per": "pair", "negative_diagonal": True, **GROUPED},
+        {"bilinear": False, **GROUPED},
     ],
-    "coca": [{"mode": "slack"}, {"longest_document": 64}],
+    "alibi": [GROUPED],
+    "coca": [{"mode": "slack"}, {"longest_document": 64}, GROUPED],
     "complex": [
         {"decay": True},
         {"learned_rates": True, "learned_sizes": True},
         {"normalizer": "amplitudes", "decay": True},
+        {"learned_rates": True, "learned_sizes": True, **GROUPED},
+        {"normalizer": "amplitudes", **GROUPED},
     ],
     "conformal_sympow": [
         {"qk_norm": True},
@@ -43,11 +54,13 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"degree": 6},
         {"gate_init": "long_memory"},
         {"gate": "retention"},
+        {"gate": "learned", **GROUPED},
     ],
     "linear": [
         {"feature_map": "relu"},
         {"feature_map": "identity", "normalizer": "head_norm"},
         {"rotary": "fixed", "gate": "data"},
+        {"rotary": "fixed", "gate": "data", **GROUPED},
         {
             "rotary": "fixed",
             "gate": "data",
@@ -55,13 +68,28 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
             "normalizer": "head_norm",
         },
     ],
-    "retention": [{"swish_gate": True}, {"group_norm": False}],
-    "softmax": [{"longest_document": 64}],
-    "sympow": [{"degree": 4}, {"degree": 8}, {"rotary": "none"}],
+    "retention": [{"swish_gate": True}, {"group_norm": False}, {"swish_gate": True, **GROUPED}],
+    "softmax": [
+        {"longest_document": 64},
+        {"window": 9, **GROUPED},
+        {"softcap": 2.0, "scale": 0.2, "rotary_share": 0.5, "rotary_scaling": YARN},
+    ],
+    "sympow": [
+        {"degree": 4},
+        {"degree": 8},
+        {"rotary": "none"},
+        {
+            "longest_document": None,
+            "rotary_base": 100.0,
+            "rotary_share": 0.5,
+            "rotary_scaling": YARN,
+        },
+    ],
     "sympow_gated": [
         {"gate_init": "long_memory"},
         {"gate": "learned"},
         {"gate": "alibi", "rotary": "none"},
+        {"degree": 4, **GROUPED},
     ],
     "zeros": [
         {"zeroth": "first_layer"},
@@ -73,6 +101,8 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"form": "notes", "second_order": True, "ordered": True},
         {"form": "notes_row_mean", "second_order": True},
         {"form": "notes", "bilinear": False},
+        {"ordered": True, "zeroth": "first_layer", **GROUPED},
+        {"form": "notes_row_mean", **GROUPED},
     ],
 }
 CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]
@@ -87,7 +117,8 @@ def name(case: object) -> str | None:
     if isinstance(case, str):
         return case
     if isinstance(case, dict):
-        return ",".join(f"{key}={value}" for key, value in case.items())
+        values = ((key, getattr(value, "rope_type", value)) for key, value in case.items())
+        return ",".join(f"{key}={value}" for key, value in values)
     return None
 
 
@@ -95,10 +126,20 @@ every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
 every_case_and_learned = pytest.mark.parametrize(("kind", "options"), CASES + LEARNED, ids=name)
 
 
+def fresh(kind: str, width: int, heads: int, **options: Any) -> Attention:
+    """A module as training begins with it, of options of its kind and of its shape."""
+    sizes: dict[str, Any] = {"key_heads": heads, "head_dim": width // heads, "qk_norm": "none"}
+    # Symmetric powers have an option qk_norm of their own, which is true or false.
+    given = {name for name in sizes if type(options.get(name)) is type(sizes[name])}
+    sizes |= {name: options.pop(name) for name in given}
+    shape = LayerShape(width=width, heads=heads, **sizes)
+    return attention_config(kind)(**options).build(shape)
+
+
 def build(kind: str, options: dict[str, object] | None = None) -> Attention:
     """A float64 module with large parameters, so that each of them influences the output."""
     torch.manual_seed(0)
-    attention = build_attention(kind, WIDTH, HEADS, **(options or {})).double()
+    attention = fresh(kind, WIDTH, HEADS, **(options or {})).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.normal_(std=0.5)

@@ -42,8 +42,11 @@ _SETTINGS = (
 _RUN = Path("runs", "foreign")
 _BEGIN = ("train", "run/demo.yaml", *_SETTINGS)
 # What reads a file of a run, in turn; a config is read by more.
-_READERS = ("evaluate", "train", "status", "evaluate", "train", "generate", "export")
-_CONFIG_READERS = ("evaluate", "train", "generate", "export", "status", "plan", "config", "submit")
+_READERS = ("evaluate", "train", "status", "evaluate", "train", "average", "generate", "export")
+_CONFIG_READERS = (
+    *("evaluate", "train", "generate", "average", "export"),
+    *("status", "plan", "config", "submit"),
+)
 _OTHERS = ("doctor", "begin", "start", "report", "export inside", "sweep")
 
 
@@ -53,6 +56,7 @@ def arguments(command: str, sandbox: Sandbox) -> list[str]:
         "evaluate": ["evaluate", run, "--tasks", "bigram", "--again"],
         "train": ["train", config, "trainer.max_tokens=768"],
         "generate": ["generate", run, "--tokens", "2", "--prompt", "a"],
+        "average": ["average", run, str(sandbox.out / "mean")],
         "export": ["export", run, str(sandbox.out / "exported")],
         "export inside": ["export", run, str(sandbox.run / "export")],
         "sweep": ["train", config, "--sweep", "trainer.seed=1,2", "--parallel", "2"],

@@ -117,6 +117,7 @@ def _import_all() -> None:
             "doctor.diagnosis",
         ),
         *("exporting.folder", "reporting.folder", "cluster.submission", "planning.tables"),
+        "runs.averaging",
     ]
     for module in modules:
         importlib.import_module(f"longhaul.pipeline.{module}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
 
 import torch
-from einops import reduce
 from torch import Tensor
 
 from longhaul.kernels import native
@@ -59,7 +58,7 @@ def backward(call: PowerCall, saved: Saved, dout: Tensor | None, into: Gradients
         [into.dq, into.dk, into.dv, row_sums, k_dk],
     )
     if saved.log_g is not None and into.dlog_g is not None:
-        sums = reduce(row_sums.double(), "b t (g r) -> b t g", "sum", g=problem.G)
+        sums = row_sums.double().unflatten(2, (problem.G, -1)).sum(dim=3)
         into.dlog_g.copy_(gate_gradient(saved.log_g, sums, k_dk, problem.degree, ()))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -43,7 +42,7 @@ def recurrent_step(
             norm.mul_(gate)
         else:
             kv, norm = kv * gate[..., None], norm * gate
-    q_group = scale * rearrange(q, "b (g r) k -> b g r k", g=G)  # (B, G, R, K)
+    q_group = scale * q.unflatten(1, (G, -1))  # (B, G, R, K)
     if scales_rows(degree, normalize):
         q_group = q_group / query_unit(q_group, dim=-1)
     q_features = expand(q_group, degree) * multiplicity(q.shape[-1], degree, q)  # (B, G, R, P)

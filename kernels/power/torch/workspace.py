@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from longhaul.kernels.power.torch.attention import InsideChunks, Keys
@@ -191,8 +190,8 @@ class Workspace:
         found = []
         if whole:
             blocks = part[:, : whole * size].unflatten(1, (whole, size))
-            found.append((by_head[:whole], rearrange(blocks, "b n t h w -> n b h w t")))
+            found.append((by_head[:whole], blocks.permute(1, 0, 3, 4, 2)))
         if rest:
-            last = rearrange(part[:, None, whole * size :], "b n t h w -> n b h w t")
+            last = part[:, None, whole * size :].permute(1, 0, 3, 4, 2)
             found.append((by_head[whole : whole + 1, ..., :rest], last))
         return found

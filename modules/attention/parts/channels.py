@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 import torch
-from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
 from longhaul.modules.attention.parts.vector_gates import VectorGates
-from longhaul.modules.attention.power import GatedSum, OpInputs
+from longhaul.modules.attention.power import GatedSum, OpInputs, for_each_query_head
 from longhaul.modules.documents import Documents
 
 
@@ -18,7 +17,7 @@ class Channels(VectorGates):
     Every channel has its own pair of query and key coordinates and its own rotation rate; w_ti is
     the variant's. The state holds two numbers per channel and gated sum, sum_i w_ti R_i k_i v_i.
     The op computes it with queries and keys of width 1 that are all ones, and values R_i k_i v_i of
-    width 2 V; the real queries R_t q_t scale its output. There are D attention matrices, one per
+    width 2 V; the real queries R_t q_t scale its output. There are H V attention matrices, one per
     channel.
 
     A class with this form inherits from this one first, and from the variant next.
@@ -43,12 +42,12 @@ class Channels(VectorGates):
         sums, after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
         v = v.to(q.dtype)
-        ones = torch.ones_like(v[..., :1])
+        q_ones, k_ones = (torch.ones_like(one[..., :1]) for one in (q, v))
         sums = tuple(
             one._replace(output_scale=q if one.output_scale is None else q * one.output_scale)
             for one in sums
         )
-        operands = OpInputs(ones, ones, k * torch.cat([v, v], dim=-1), sums)
+        operands = OpInputs(q_ones, k_ones, k * torch.cat([v, v], dim=-1), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def merge(
@@ -57,21 +56,22 @@ class Channels(VectorGates):
         first, second = super().merge(out, operands).chunk(2, dim=-1)
         return first + second
 
-    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
-        return rearrange(self.queries_keys_values(x)[2], "b t h v -> b t (h v) 1")
+    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T HV 1"]:
+        v = for_each_query_head(self.queries_keys_values(x)[2], self.num_heads)
+        return v.flatten(2)[..., None]
 
-    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
+    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B HV T T"]:
         documents = Documents(x)
         sums, after = self.generate(x, documents, self.initial_carried(len(x), x.device))
-        q, k, _ = self.queries_keys_values(x, after["rotation"])
-        q, k = (rearrange(one, "b t h (s v) -> b t h v s", s=2) for one in (q, k))
+        q, k, v = self.queries_keys_values(x, after["rotation"])
+        q, k, _, sums = self.of_query_heads(OpInputs(q, k, v, sums))
+        q, k = (one.unflatten(-1, (2, -1)).mT for one in (q, k))  # (B, T, H, V, 2)
         w = 2 * self.head_dim // self.num_parts
-        radial = repeat(
-            self._radial(sums, x), "b (n h) t i -> b h (w n) t i", w=w, n=self.num_parts
-        )
-        radial = rearrange(radial, "b h (s v) t i -> b h v s t i", s=2)
+        radial = self._radial(sums, x).unflatten(1, (self.num_parts, -1)).transpose(1, 2)
+        radial = radial.repeat(1, 1, w, 1, 1)  # (B, H, 2V, T, T)
+        radial = radial.unflatten(2, (2, -1)).transpose(2, 3)  # (B, H, V, 2, T, T)
         weights = torch.einsum("bthvs,bihvs,bhvsti->bhvti", q, k, radial)
-        return rearrange(weights, "b h v t i -> b (h v) t i")
+        return weights.flatten(1, 2)
 
     def _radial(
         self, sums: tuple[GatedSum, ...], x: Float[Tensor, "B T D"]
@@ -80,10 +80,10 @@ class Channels(VectorGates):
         N = self.num_parts
 
         def scale(x: Tensor | None) -> Tensor | None:
-            return None if x is None else rearrange(x, "b t h (w n) -> w b t (n h) 1", n=N)[0]
+            return None if x is None else x[..., :N].mT.flatten(2)[..., None]  # (B, T, NH, 1)
 
         def gate(log_g: Tensor | None) -> Tensor | None:
-            return log_g if log_g is None or N == 1 else rearrange(log_g, "b t h n -> b t (n h)")
+            return log_g if log_g is None or N == 1 else log_g.mT.flatten(2)  # (B, T, NH)
 
         parts = tuple(GatedSum(gate(g), scale(column), scale(row)) for g, column, row in sums)
         ones = x.new_ones(*x.shape[:2], N * self.num_heads, 1)

@@ -68,9 +68,9 @@ class PowerOptions(NamedTuple):
 def context_parallel_attention(
     part: SequencePart,
     q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    log_g: Float[Tensor, "B T H"] | None,
+    k: Float[Tensor, "B T G K"],
+    v: Float[Tensor, "B T G V"],
+    log_g: Float[Tensor, "B T G"] | None,
     start: PowerState | None,
     options: PowerOptions,
 ) -> Float[Tensor, "B T H V"]:

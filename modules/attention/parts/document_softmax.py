@@ -25,18 +25,22 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def document_softmax(
     q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B H T K"],
-    v: Float[Tensor, "B H T V"],
+    k: Float[Tensor, "B G T K"],
+    v: Float[Tensor, "B G T V"],
     slopes: Float[Tensor, "H"] | None,
     age: Int[Tensor, "B T"],
+    scale: float | None = None,
 ) -> Float[Tensor, "B H T V"]:
     """`masked_softmax` with arguments of these names. It is one op in a compiled graph."""
     device, K, V = q.device.type, k.shape[-1], v.shape[-1]
     if not q.is_meta and torch.is_autocast_enabled(device):
         q, k, v = (one.to(torch.get_autocast_dtype(device)) for one in (q, k, v))
+    if (queries := q.shape[1] // k.shape[1]) > 1:  # heads must be equally many for torch's kernel
+        k, v = (one.repeat_interleave(queries, dim=1) for one in (k, v))
     if K != V:  # which torch's kernel does not take
         q, k, v = (F.pad(one, (0, max(K, V) - one.shape[-1])) for one in (q, k, v))
-    mixed, _ = _document_softmax(q, k, v, slopes, age, scale=1 / math.sqrt(K))
+    scale = 1 / math.sqrt(K) if scale is None else scale
+    mixed, _ = _document_softmax(q, k, v, slopes, age, scale=scale)
     return mixed[..., :V]  # type: ignore[no-any-return]
 
 

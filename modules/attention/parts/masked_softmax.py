@@ -1,5 +1,9 @@
-"""Softmax attention with ALiBi's bias, or within documents: never a T x S tensor of all tokens."""
+"""Softmax attention with a bias, a window or a cap, or within documents.
 
+There is never a T x S tensor of all tokens.
+"""
+
+import math
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -25,29 +29,95 @@ _MASK_BLOCK = 128
 
 def masked_softmax(
     q: Float[Tensor, "B H T K"],
-    k: Float[Tensor, "B H S K"],
-    v: Float[Tensor, "B H S V"],
+    k: Float[Tensor, "B G S K"],
+    v: Float[Tensor, "B G S V"],
     slopes: Float[Tensor, "H"] | None,
     age: Int[Tensor, "B T"] | None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "B H T V"]:
-    """softmax_i(q_t . k_i / sqrt(K) - m_h (t - i)) over the keys i <= t of the document of query t.
+    """softmax_i(scale q_t . k_i - m_h (t - i)) over the keys i <= t of the document of query t.
 
     Args:
         q: the queries of the last T of S tokens.
-        k, v: the keys and values of all tokens.
+        k, v: the keys and values of all tokens; G divides H.
         slopes: m_h, in float32 or wider; None: no bias, and T = S.
         age: tokens of its document before each query; T = S then. None: a document per row.
+        scale: None is 1 / sqrt(K).
+        window: tokens that a query sees, itself included; None: all of its document.
+        softcap: c in c tanh(score / c), taken of the scaled score; None: none. Neither it nor a
+            window goes with slopes.
 
-    Cost: that of each document alone on a CPU. On a GPU, blocks of 128 x 128 tokens are skipped
-    where they belong to two documents.
+    Cost: that of each document alone on a CPU, but with a cap that of the row, and with a window
+    that of the windows. On a GPU, blocks of 128 x 128 tokens that no query sees are skipped.
     """
     if q.is_cuda:
-        return _mix_flex(q, k, v, slopes, age)
+        return _mix_flex(q, k, v, slopes, age, scale, window, softcap)
+    if window is not None or softcap is not None:
+        return _mix_seen(q, k, v, _seen(q, k, age, window), scale, window, softcap)
     if age is not None:
-        return document_softmax(q, k, v, slopes, age)
+        return document_softmax(q, k, v, slopes, age, scale)
     if slopes is not None:
         return _mix_blocks(q, k, v, slopes)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _seen(
+    q: Tensor, k: Tensor, age: Int[Tensor, "B T"] | None, window: int | None
+) -> Int[Tensor, "#B T"]:
+    """How many tokens before it each query sees."""
+    T, S = q.shape[2], k.shape[2]
+    seen = torch.arange(S - T, S, device=q.device)[None] if age is None else age
+    return seen if window is None else seen.clamp(max=window - 1)
+
+
+def _mix_seen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Int[Tensor, "#B T"],
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """As `_mix_blocks`, without the keys that are in no query's window either."""
+    T, S = q.shape[2], k.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Short blocks with short windows, since a block scores all keys that one of its queries sees.
+    rows = QUERIES_AT_ONCE if window is None else min(QUERIES_AT_ONCE, max(window, _MASK_BLOCK))
+    outputs = []
+    for start in range(S - T, S, rows):
+        end = min(start + rows, S)
+        first = 0 if window is None else max(0, start - window + 1)
+        own = slice(start - (S - T), end - (S - T))
+        block = q[:, :, own], k[:, :, first:end], v[:, :, first:end], seen[:, own], scale, softcap
+        if rows >= T:
+            return _mix_seen_block(*block)
+        outputs.append(checkpoint(_mix_seen_block, *block, use_reentrant=False))
+    return torch.cat(outputs, dim=2)
+
+
+def _mix_seen_block(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    T, S = q.shape[2], k.shape[2]
+    position = torch.arange(S, device=q.device)
+    distance = position[S - T :, None] - position
+    is_seen = ((distance >= 0) & (distance <= seen[..., None]))[:, None]  # (B, 1, T, S)
+    queries = q.shape[1] // k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=is_seen, scale=scale, enable_gqa=queries > 1
+        )
+    if queries > 1:
+        k, v = (one.repeat_interleave(queries, dim=1) for one in (k, v))
+    scores = (scale * q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    logits = (softcap * (scores / softcap).tanh()).masked_fill(~is_seen, -math.inf)
+    return logits.softmax(dim=-1).to(v.dtype) @ v
 
 
 def _mix_blocks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
@@ -68,10 +138,20 @@ def _mix_blocks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
 
 def _mix_block(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     bias = causal_bias(q.shape[2], k.shape[2], slopes).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=is_grouped)
 
 
-def _mix_flex(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None) -> Tensor:
+def _mix_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    age: Tensor | None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Bias and mask as formulas in a fused kernel, without a T x S tensor. CPUs: forward only."""
     # Imported here and below, because it takes seconds and most commands do not need it.
     from torch.nn.attention.flex_attention import flex_attention
@@ -81,10 +161,18 @@ def _mix_flex(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tenso
     if slopes is not None:
         # Lambdas, because run-time type checks wrap functions and flex attention counts arguments.
         biased = lambda score, b, h, t, i: score - slopes[h] * (t + (S - T) - i)  # noqa: E731
+    if softcap is not None:
+        biased = lambda score, b, h, t, i: softcap * torch.tanh(score / softcap)  # noqa: E731
     # Without compilation it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention
-    mask = _causal(T, S, q.device) if age is None else _within_documents(T, age)
-    mixed: Tensor = attend(q, k, v, score_mod=biased, block_mask=mask)
+    if age is not None:
+        mask = _within_documents(T, age if window is None else age.clamp(max=window - 1))
+    else:
+        mask = _causal(T, S, q.device) if window is None else _within(T, S, window, q.device)
+    is_grouped = q.shape[1] != k.shape[1]
+    mixed: Tensor = attend(
+        q, k, v, score_mod=biased, block_mask=mask, scale=scale, enable_gqa=is_grouped
+    )
     return mixed
 
 
@@ -102,8 +190,16 @@ def _causal(T: int, S: int, device: torch.device) -> "BlockMask":
     return _block_mask(T, S, age, lambda b, h, t, i: t + (S - T) >= i)
 
 
+@lru_cache(maxsize=8)
+def _within(T: int, S: int, window: int, device: torch.device) -> "BlockMask":
+    """The last T of S tokens attend to themselves and to window - 1 tokens before."""
+    age = torch.arange(S - T, S, device=device)[None].clamp(max=window - 1)
+    past = S - T
+    return _block_mask(T, S, age, lambda b, h, t, i: (t + past >= i) & (t + past - i < window))
+
+
 def _within_documents(T: int, age: Int[Tensor, "B T"]) -> "BlockMask":
-    """Tokens attend to themselves and to all before in their document."""
+    """Tokens attend to themselves and to `age` tokens before, as to all of their document."""
     return _block_mask(T, T, age, lambda b, h, t, i: (t >= i) & (t - i <= age[b, t]))
 
 

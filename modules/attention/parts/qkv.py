@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from longhaul.kernels.rotary import rotate
 from longhaul.modules.rotary import Rotary
 
 
@@ -23,49 +23,71 @@ class LayerShape:
     """Number of query heads H, a divisor of the width."""
 
     key_heads: int
-    """Number of key and value heads G, a divisor of H: each serves H / G query heads."""
+    """Number of key and value heads G, a divisor of H: each serves H / G query heads in a row."""
+
+    head_dim: int
+    """Width K of a head; H K need not be D."""
 
     biases: bool = False
-    """Whether its projections have biases, which begin at zero."""
+    """Whether its projections of x have biases, which begin at zero."""
+
+    out_bias: bool = False
+    """Whether its output projection has one."""
 
     layer: int = 0
     """Its index, from 0."""
 
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """head: each query and key head is RMS-normalised, before it rotates; full: all together."""
+
+    norm_eps: float = 1e-5
+    """Added to the mean square in those norms."""
+
+    norm_offset: bool = False
+    """Whether those norms multiply by 1 + w, as in Gemma."""
+
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.width % self.heads:
-            raise ValueError(
-                f"num_heads: found {self.heads}, wanted a divisor of width {self.width}"
-            )
         if self.key_heads < 1 or self.heads % self.key_heads:
             raise ValueError(
                 f"key_heads: found {self.key_heads}, wanted a divisor of {self.heads} heads"
             )
 
     @property
-    def head_dim(self) -> int:
-        """Width K of a head."""
-        return self.width // self.heads
+    def mixed_width(self) -> int:
+        """Width H K of the outputs of all heads, which `out` projects to D."""
+        return self.heads * self.head_dim
 
     def projection(self, outputs: int) -> nn.Linear:
         """A projection of x to so many outputs, with a bias of zeros if the model has biases."""
-        linear = nn.Linear(self.width, outputs, bias=False)
-        if self.biases:
-            linear.bias = nn.Parameter(torch.zeros(outputs))
-        return linear
+        return _linear(self.width, outputs, self.biases)
+
+    def out_projection(self) -> nn.Linear:
+        """The projection of the outputs of all heads to the width."""
+        return _linear(self.mixed_width, self.width, self.out_bias)
 
 
-class HeadNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + 2^-23) times a learned gain, in the dtype of x.
+def _linear(inputs: int, outputs: int, has_bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False)
+    if has_bias:
+        linear.bias = nn.Parameter(torch.zeros(outputs))
+    return linear
 
-    The constant is torch's default for float32, here the same in every dtype.
-    """
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=2.0**-23)
+class QueryKeyNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) times a learned gain w, or times 1 + w, in the dtype of x."""
 
-    def forward(self, x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:
+    def __init__(self, width: int, *, eps: float, has_offset: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.has_offset = has_offset
+        self.weight = nn.Parameter(torch.zeros(width) if has_offset else torch.ones(width))
+
+    def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
+        weight: Tensor = self.weight
+        if self.has_offset:  # which 16 bits would round
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
 
 class QKV(nn.Module):
@@ -78,6 +100,7 @@ class QKV(nn.Module):
     coordinates = 1  # of a query or key, for each of a value: K = coordinates x V
     in_float32 = False  # whether queries and keys get at least float32, before they are rotated
     rotary: Rotary | None = None
+    fused_rows: dict[str, tuple[int, ...]]  # for the optimizer (modules/roles.py)
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -86,32 +109,42 @@ class QKV(nn.Module):
         self.num_heads = shape.heads
         self.num_key_heads = shape.key_heads
         self.head_dim = shape.head_dim
-        self.q_norm: HeadNorm | None = None
-        self.k_norm: HeadNorm | None = None
+        self.q_norm: QueryKeyNorm | None = None
+        self.k_norm: QueryKeyNorm | None = None
 
     def add_qkv(
-        self, rotary: Callable[[int], Rotary | None] | None = None, *, qk_norm: bool = False
+        self,
+        rotary: Callable[[int], Rotary | None] | None = None,
+        *,
+        head_norm_eps: float | None = None,
     ) -> None:
         """Make what `queries_keys_values` needs.
 
         Args:
             rotary: makes the rotation of queries and keys of a width. None: they are not rotated.
-            qk_norm: whether to RMS-normalise the queries and keys of each head, before that.
+            head_norm_eps: that of a norm of each head that the kind wants, where the model has no
+                norms of queries and keys.
         """
         V, H, G = self.head_dim, self.num_heads, self.num_key_heads
         K = self.coordinates * V
         self.qkv_widths = K * H, K * G, V * G
+        self.fused_rows = {f"{self.qkv_name}.weight": self.qkv_widths}
         self.rotary = None if rotary is None else rotary(K)
         setattr(self, self.qkv_name, self.shape.projection(sum(self.qkv_widths)))
-        if qk_norm:
-            self.q_norm, self.k_norm = HeadNorm(K), HeadNorm(K)
+        shape = self.shape
+        if shape.qk_norm != "none":
+            options: dict[str, Any] = {"eps": shape.norm_eps, "has_offset": shape.norm_offset}
+            q, k = (K, K) if shape.qk_norm == "head" else (K * H, K * G)
+            self.q_norm, self.k_norm = QueryKeyNorm(q, **options), QueryKeyNorm(k, **options)
+        elif head_norm_eps is not None:
+            self.q_norm, self.k_norm = (QueryKeyNorm(K, eps=head_norm_eps) for _ in range(2))
 
     def queries_keys_values(
         self,
         x: Float[Tensor, "B T D"],
         rotation: Float64[Tensor, "#B T"] | None = None,
         length: int | None = None,
-        speed: Float64[Tensor, "H J"] | None = None,
+        speed: Float64[Tensor, "G J"] | None = None,
     ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
         """Queries, keys and values of every head.
 
@@ -120,16 +153,24 @@ class QKV(nn.Module):
             rotation, length, speed: as in `rotated`. Without a rotation q and k are not rotated.
         """
         q, k, v = getattr(self, self.qkv_name)(x).split(self.qkv_widths, dim=-1)
+        has_full_norms = self.shape.qk_norm == "full"
+        if has_full_norms:
+            q, k = self._normed(q, k)
         q = q.unflatten(-1, (self.num_heads, -1))
         k, v = (one.unflatten(-1, (self.num_key_heads, -1)) for one in (k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not has_full_norms:
+            q, k = self._normed(q, k)
         if self.in_float32:
             q, k = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in (q, k))
         q, k = self.before_rotation(q, k)
         if rotation is not None:
             q, k = self.rotated(q, k, rotation, length, speed)
         return q, k, v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
     def before_rotation(
         self, q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T G K"]
@@ -143,7 +184,7 @@ class QKV(nn.Module):
         k: Float[Tensor, "B T G K"],
         rotation: Float64[Tensor, "#B T"],
         length: int | None = None,
-        speed: Float64[Tensor, "H J"] | None = None,
+        speed: Float64[Tensor, "G J"] | None = None,
     ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"]]:
         """Queries and keys rotated by mu_t theta, unchanged in a layer without rotary positions.
 
@@ -151,9 +192,13 @@ class QKV(nn.Module):
             q, k: what `queries_keys_values` gives without a rotation.
             rotation: mu_t, in tokens, such as the position.
             length: tokens of the whole sequence; None: T.
-            speed: factors of the rates of every head and pair.
+            speed: factors of the rates of every key head and pair.
         """
         if self.rotary is None:
             return q, k
         cos, sin = self.rotary.phases(rotation, length or q.shape[1], q.dtype, speed)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        k = self.rotary.rotated(k, cos, sin)
+        if speed is not None and self.num_heads != self.num_key_heads:
+            queries = self.num_heads // self.num_key_heads
+            cos, sin = (one.repeat_interleave(queries, dim=2) for one in (cos, sin))
+        return self.rotary.rotated(q, cos, sin), k

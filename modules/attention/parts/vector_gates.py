@@ -1,7 +1,6 @@
 """A forget gate for each part of a head, such as each pair of coordinates that rotates together."""
 
 import torch
-from einops import rearrange, reduce, repeat
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,7 +22,7 @@ class VectorGates(PowerAttention):
     N has the coordinates n, n + N, ... With N = K / 2 it is a pair that rotates together.
     """
 
-    num_parts = 1  # with 1, log gates are (B, T, H), as usual; otherwise (B, T, H, N)
+    num_parts = 1  # with 1, log gates are (B, T, G), as usual; otherwise (B, T, G, N)
     splits_values = False
 
     def split_heads(self, num_parts: int) -> None:
@@ -44,9 +43,9 @@ class VectorGates(PowerAttention):
     def parts(
         self,
         q: Float[Tensor, "B T H K"],
-        k: Float[Tensor, "B T H K"],
-        v: Float[Tensor, "B T H V"],
-        log_g: Float[Tensor, "B T H N"] | Float[Tensor, "B T H"] | None,
+        k: Float[Tensor, "B T G K"],
+        v: Float[Tensor, "B T G V"],
+        log_g: Float[Tensor, "B T G N"] | Float[Tensor, "B T G"] | None,
     ) -> Stacked:
         """The arguments of the op with each part as a head."""
         N = self.num_parts
@@ -54,23 +53,24 @@ class VectorGates(PowerAttention):
             return q, k, v, log_g
 
         def split(x: Tensor) -> Tensor:
-            return rearrange(x, "b t h (w n) -> b t (n h) w", n=N)
+            parts: Tensor = x.unflatten(-1, (-1, N))
+            return parts.movedim(-1, 2).flatten(2, 3)  # (B, T, NH, W)
 
         def copy(x: Tensor) -> Tensor:
-            return repeat(x, "b t h w -> b t (n h) w", n=N)
+            return x.repeat(1, 1, N, 1)  # (B, T, NH, W)
 
         if self.splits_values:
             q, k, v = copy(q), copy(k), split(v)
         else:
             q, k, v = split(q), split(k), copy(v)
-        return q, k, v, None if log_g is None else rearrange(log_g, "b t h n -> b t (n h)")
+        return q, k, v, None if log_g is None else log_g.mT.flatten(2)
 
     def merge(self, out: Float[Tensor, "B T NH V"], operands: OpInputs) -> Tensor:
         N = self.num_parts
         if self.splits_values:
-            out = rearrange(out, "b t (n h) w -> b t h (w n)", n=N)
+            out = out.unflatten(2, (N, -1)).movedim(2, -1).flatten(-2)  # (B, T, H, WN)
         elif N > 1:
-            out = reduce(out, "b t (n h) v -> b t h v", "sum", n=N)
+            out = out.unflatten(2, (N, -1)).sum(dim=2)  # (B, T, H, V)
         return super().merge(out, operands)
 
     def part_weights(self, operands: OpInputs) -> Float[Tensor, "B H N T T"]:
@@ -79,4 +79,5 @@ class VectorGates(PowerAttention):
         scale = self.key_dim**-0.5 if self.scale is None else self.scale
         scores = scale * torch.einsum("bthk,bihk->bhti", q, k)
         weights = scores * self.coefficients(OpInputs(q, k, v, (GatedSum(log_g),)))
-        return rearrange(weights, "b (n h) t i -> b h n t i", n=self.num_parts)
+        parts: Tensor = weights.unflatten(1, (self.num_parts, -1))
+        return parts.transpose(1, 2)

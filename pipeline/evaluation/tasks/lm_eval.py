@@ -77,7 +77,7 @@ def check(trained: TrainedModel, options: Options) -> None:
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     with tempfile.TemporaryDirectory() as temporary:
         exported, report = Path(temporary, "model"), Path(temporary, "found.json")
-        export(trained.checkpoint, exported)
+        export(trained.checkpoint, exported, form="longhaul")
         _keep_no_states(exported / "config.json")
         _run_harness(
             _work(trained, options) | {"found": str(report)}, exported, Path(temporary, "modules")

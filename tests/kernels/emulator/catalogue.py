@@ -94,6 +94,7 @@ def _steps() -> Iterator[Case]:
 def _others() -> Iterator[Case]:
     yield LossCase(name="two blocks of ids", T=3, vocabulary=5001)
     yield LossCase(name="257 ids", T=2, vocabulary=257)
+    yield LossCase(name="capped, z-loss", T=2, vocabulary=257, softcap=4.0, z_loss=0.1)
     yield RotationCase(name="K 64", T=40, H=2)
     yield RotationCase(name="odd sizes", B=2, T=33, H=3, K=20)
     yield RotationCase(name="phases per head", T=33, H=2, K=32, has_phases_per_head=True)

@@ -18,6 +18,8 @@ def test_flops_by_hand() -> None:
     # 10, 10 and 3 pairs: a token meets itself and what comes before it, as in the attention form.
     assert power_flops(10, 5, 7, 2, "chunked", 4) == 10 * 4 * 15 * 7 + 23 * 2 * (5 + 7)
     assert power_flops(10, 5, 7, 2, "recurrent") == 10 * (4 * 15 * 7 + 2 * (5 + 7))
+    grouped = 10 * 4 * 2 * 15 * 7 + 23 * 3 * 2 * (5 + 7)  # an update, and three of all else
+    assert power_flops(10, 5, 7, 2, "chunked", 4, queries=3) == grouped
 
 
 def test_a_chunk_is_never_longer_than_the_sequence() -> None:

@@ -334,10 +334,12 @@ def test_flops_are_counted_by_the_formula(how: dict[str, Any]) -> None:
     sizes = (K, V, 2, settings["form"], settings["chunk_size"])
     with FlopCounterMode(display=False) as forward:
         out = library.power_forward(*inputs, **settings)[0]
-    assert forward.get_total_flops() == H * sum(power_flops(n, *sizes) for n in lengths)
+    wanted = sum(power_flops(n, *sizes, queries=H // G) for n in lengths)
+    assert forward.get_total_flops() == G * wanted
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
-    assert backward.get_total_flops() == H * sum(power_backward_flops(n, *sizes) for n in lengths)
+    wanted = sum(power_backward_flops(n, *sizes, queries=H // G) for n in lengths)
+    assert backward.get_total_flops() == G * wanted
 
 
 def test_flops_of_offsets_without_values_assume_equal_documents() -> None:
@@ -345,4 +347,5 @@ def test_flops_of_offsets_without_values_assume_equal_documents() -> None:
     with FakeTensorMode() as mode, FlopCounterMode(display=False) as counter:
         fakes = [x if x is None else mode.from_tensor(x) for x in inputs]
         library.power_forward(*fakes, **settings)
-    assert counter.get_total_flops() == 3 * H * power_flops(T // 3, K, V, 2, "chunked", 8)
+    one = power_flops(T // 3, K, V, 2, "chunked", 8, queries=H // G)
+    assert counter.get_total_flops() == 3 * G * one

@@ -26,7 +26,7 @@ def build(kind: str, *, heads: int = HEADS, layer: int = 0, **options: object) -
     torch.manual_seed(0)
     if options.get("initial_state") == "learned":
         options["rank"] = 3
-    shape = LayerShape(width=8 * heads, heads=heads, key_heads=heads, layer=layer)
+    shape = LayerShape(width=8 * heads, heads=heads, key_heads=heads, head_dim=8, layer=layer)
     attention = attention_config(kind)(**options).build(shape).double()
     with torch.no_grad():
         for parameter in attention.parameters():

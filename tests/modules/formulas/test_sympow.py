@@ -28,7 +28,7 @@ from torch import Tensor
 
 from longhaul.kernels import symmetric_dim
 from longhaul.kernels.power.torch.features import expand, multiplicity
-from longhaul.modules.attention.parts.qkv import HeadNorm
+from longhaul.modules.attention.parts.qkv import QueryKeyNorm
 
 
 @INITIAL_STATE
@@ -67,7 +67,7 @@ def test_sympow_weights_are_powers_times_products_of_gates(
 def test_the_norm_of_queries_has_one_constant_in_every_dtype(dtype: torch.dtype) -> None:
     x = torch.full((1, 1, 1, 8), 2.0**-11, dtype=dtype)  # whose square is twice the constant
     wanted = (2**-22 / (2**-22 + 2**-23)) ** 0.5
-    norm = HeadNorm(8).to(dtype)
+    norm = QueryKeyNorm(8, eps=2.0**-23).to(dtype)
     torch.testing.assert_close(norm(x), torch.full_like(x, wanted))
 
 

@@ -23,7 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from longhaul.kernels import power_attention
 from longhaul.kernels.power import op
-from longhaul.modules.attention import attention_config, build_attention, registered_variants
+from longhaul.modules.attention import (
+    LayerShape,
+    attention_config,
+    build_attention,
+    registered_variants,
+)
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
@@ -64,8 +69,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"decay": True} | LEARNED,
         {"learned_rates": True, "learned_sizes": True} | LEARNED,
         {"normalizer": "amplitudes"} | LEARNED,
+        {"key_heads": 1, "learned_rates": True, "decay": True},
     ],
-    "conformal_sympow": [{}, {"degree": 4, "qk_norm": True}, LEARNED],
+    "conformal_sympow": [
+        {},
+        {"degree": 4, "qk_norm": True},
+        LEARNED,
+        {"key_heads": 1, "degree": 4} | LEARNED,
+    ],
     "linear": [
         {},
         {"feature_map": "identity", "normalizer": "head_norm"},
@@ -131,7 +142,10 @@ def layer(
     `change` is added to the input in NEIGHBOUR.
     """
     torch.manual_seed(0)
-    attention = build_attention(kind, WIDTH, HEADS, chunk_size=CHUNK, **options).double()
+    given = dict(options)
+    key_heads = given.pop("key_heads", HEADS)
+    shape = LayerShape(width=WIDTH, heads=HEADS, key_heads=key_heads, head_dim=WIDTH // HEADS)
+    attention = attention_config(kind)(chunk_size=CHUNK, **given).build(shape).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.normal_(std=0.5)

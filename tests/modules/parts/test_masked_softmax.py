@@ -9,6 +9,7 @@ from torch import Tensor, is_tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.modules.attention.parts import document_softmax, masked_softmax
 from longhaul.modules.attention.parts.gates import alibi_slopes
@@ -22,10 +23,25 @@ def ages(rows: list[list[int]]) -> Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None) -> Tensor:
+def explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    age: Tensor | None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
     distance = torch.arange(k.shape[2])[-q.shape[2] :, None] - torch.arange(k.shape[2])
     hidden = (distance < 0)[None] if age is None else (distance < 0) | (distance > age[..., None])
-    logits = q @ k.mT / q.shape[-1] ** 0.5
+    logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    if window is not None:
+        hidden = hidden | (distance >= window)
     if slopes is not None:
         logits = logits - slopes[:, None, None] * distance
     return logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ v
@@ -63,6 +79,59 @@ def test_blocks_of_queries_compute_the_formula_and_its_gradients(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+LIMITS = pytest.mark.parametrize(
+    "limits",
+    [
+        {"window": 9},
+        {"window": 1, "scale": 0.3},
+        {"softcap": 1.5},
+        {"window": 17, "softcap": 2.0, "scale": 0.2},
+    ],
+)
+ROWS = pytest.mark.parametrize(
+    ("queries", "documents"), [(T, None), (5, None), (1, None), (T, DOCUMENTS)]
+)
+
+
+def grouped(queries: int, documents: list[list[int]] | None) -> tuple[Any, ...]:
+    """Four query heads for two key heads, and values that are narrower than keys."""
+    q, k, v, *rest = inputs(4, False, queries, documents)
+    return q, k[:, :2], v[:, :2, :, :6], *rest
+
+
+@LIMITS
+@ROWS
+@pytest.mark.parametrize("at_once", [7, 1024])
+def test_windows_and_caps_compute_the_formula_and_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+    queries: int,
+    documents: list[list[int]] | None,
+    limits: dict[str, Any],
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(masked_softmax, "QUERIES_AT_ONCE", at_once)
+    q, k, v, *rest = grouped(queries, documents)
+    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    found = masked_softmax.masked_softmax(q, k, v, *rest, **limits)
+    wanted = explicit(q, k, v, *rest, **limits)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    probe = torch.randn_like(found)
+    gradients = (torch.autograd.grad(y, (q, k, v), probe) for y in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@LIMITS
+@ROWS
+@torch.no_grad()
+def test_flex_attention_computes_windows_and_caps(
+    queries: int, documents: list[list[int]] | None, limits: dict[str, Any]
+) -> None:
+    arguments = grouped(queries, documents)
+    found = masked_softmax._mix_flex(*arguments, **limits)
+    torch.testing.assert_close(found, explicit(*arguments, **limits), rtol=0, atol=1e-12)
+
+
 @CASES
 @torch.no_grad()
 def test_flex_attention_computes_the_formula(case: Any) -> None:
@@ -70,6 +139,16 @@ def test_flex_attention_computes_the_formula(case: Any) -> None:
     torch.testing.assert_close(
         masked_softmax._mix_flex(*arguments), explicit(*arguments), rtol=0, atol=1e-12
     )
+
+
+def test_keys_outside_all_windows_cost_nothing() -> None:
+    q, k, v = torch.randn(3, 1, 1, 4096, 8).unbind(0)
+    counted = []
+    for window in (64, 128):
+        with FlopCounterMode(display=False) as counter:
+            masked_softmax.masked_softmax(q, k, v, None, None, window=window, softcap=9.0)
+        counted.append(counter.get_total_flops())
+    assert counted[1] < 4 * 4096 * 8 * (128 + 128)
 
 
 def assert_same_blocks(found: BlockMask, wanted: BlockMask) -> None:
@@ -100,10 +179,24 @@ def test_the_blocks_of_documents_are_those_that_torch_finds() -> None:
     assert_same_blocks(found, wanted)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(256, 256), (300, 300), (100, 500), (1, 257)])
+@pytest.mark.parametrize("window", [1, 128, 130, 400])
+def test_the_blocks_of_a_window_are_those_that_torch_finds(
+    queries: int, keys: int, window: int
+) -> None:
+    past = keys - queries
+    wanted = create_block_mask(
+        lambda b, h, t, i: (t + past >= i) & (t + past - i < window),
+        None, None, queries, keys, device=CPU,
+    )  # fmt: skip
+    assert_same_blocks(masked_softmax._within(queries, keys, window, CPU), wanted)
+
+
 @pytest.mark.parametrize(
     "mask",
     [
         lambda: masked_softmax._causal(4096, 4096, CPU),
+        lambda: masked_softmax._within(4096, 4096, 300, CPU),
         lambda: masked_softmax._within_documents(4096, torch.arange(4096)[None]),
     ],
 )

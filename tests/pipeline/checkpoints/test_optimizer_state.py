@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from longhaul.modules.optim import MOMENTS, state_keys
+from longhaul.modules.muon import Muon
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
@@ -30,46 +30,17 @@ class _Model(nn.Module):
         return self.second(torch.relu(self.first(x) + self.tied(x)))
 
 
-@pytest.fixture(autouse=True)
-def _momentum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MOMENTS, "momentum", ("momentum_buffer",))
-
-
 def _groups(model: _Model, first: str = "adam") -> list[dict[str, Any]]:
     return [
-        {"params": [model.first.weight, model.unused], "kind": first},
+        {"params": [model.first.weight, model.unused], "kind": first, "rows": [(3, 5), (3,)]},
         {"params": [model.first.bias, *model.second.parameters()], "kind": "adam"},
     ]
-
-
-class _TwoKinds(Adam):
-    """Adam, with momentum alone in groups of that kind."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, lr=0.1)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if group["kind"] == "adam"]
-        super().step()
-        self.param_groups = groups
-        for group in groups:
-            for parameter in group["params"]:
-                if group["kind"] == "adam" or parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                for key in () if state else state_keys(group):
-                    state[key] = torch.zeros(() if key == "step" else parameter.shape)
-                state["step"] += 1
-                moment = state["momentum_buffer"].mul_(0.9).add_(parameter.grad)
-                parameter.add_(moment / state["step"], alpha=-group["lr"])
 
 
 OPTIMIZERS: dict[str, Callable[[_Model], Optimizer]] = {
     "adam": lambda model: Adam(_groups(model), lr=0.1, betas=(0.9, 0.95)),
     "adamw": lambda model: AdamW(_groups(model), lr=0.1, weight_decay=0.1, fused=True),
-    "two kinds": lambda model: _TwoKinds(_groups(model, "momentum")),
+    "muon": lambda model: Muon(_groups(model, "muon"), lr=0.1, betas=(0.9, 0.95), eps=1e-8),
 }
 
 
@@ -170,8 +141,8 @@ HOSTILE = {
         f"optimizer/{name}/exp_avg": None
         for name in ("first.weight", "first.bias", "second.weight", "second.bias")
     },
-    "found optimizer/first.bias/momentum_buffer, wanted none": {
-        "optimizer/first.bias/momentum_buffer": torch.zeros(8)
+    "found optimizer/first.bias/momentum, wanted none": {
+        "optimizer/first.bias/momentum": torch.zeros(8)
     },
     "found optimizer/frozen/step, wanted none": {"optimizer/frozen/step": torch.zeros(())},
     "found shape (4,) of torch.float32 for optimizer/second.bias/step, wanted () of": {

@@ -2,8 +2,8 @@
 
 Not a test; tests start it as a process, since torch.compile cannot see through the checks of shapes
 that pytest adds. Arguments: a backend of torch.compile, a number of batches whose rows hold
-documents (0: one batch, of whole rows), and kinds of attention. Prints a line of JSON for each
-kind.
+documents (0: one batch, of whole rows), and kinds of attention or names of SHAPES. Prints a line
+of JSON for each.
 """
 
 import json
@@ -17,10 +17,17 @@ from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.distributed.blocks import prepare_blocks
 
+SHAPES = {
+    "llama": {"norm": "rms", "mlp": "swiglu", "mlp_width": 88},
+    "gemma": {"norm": "rms_offset", "norm_order": "sandwich", "mlp": "geglu", "biases": ["qkv"]},
+    "post": {"norm_order": "post", "mlp": "relu2", "parallel_residual": True, "biases": True},
+}
 
-def compare(kind: str, num_packed: int) -> dict[str, float]:
-    attention = attention_config(kind)()
-    config = LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=attention)
+
+def compare(name: str, num_packed: int) -> dict[str, float]:
+    attention = attention_config("softmax" if name in SHAPES else name)()
+    sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64}
+    config = LanguageModelConfig(attention=attention, **sizes, **SHAPES.get(name, {}))
     torch.manual_seed(0)
     plain, compiled = LanguageModel(config), LanguageModel(config)
     compiled.load_state_dict(plain.state_dict())
@@ -52,7 +59,7 @@ def compare(kind: str, num_packed: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    backend, num_packed, *kinds = sys.argv[1:]
+    backend, num_packed, *names = sys.argv[1:]
     torch.compile = partial(torch.compile, backend=backend)
-    for kind in kinds:
-        print(json.dumps(compare(kind, int(num_packed))))
+    for name in names:
+        print(json.dumps(compare(name, int(num_packed))))

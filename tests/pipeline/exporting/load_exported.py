@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # What a machine without longhaul would not have. Importing one of these is an error.
-FOREIGN = ("longhaul", "jaxtyping", "lightning", "deepspeed", "mlflow", "omegaconf")
+FOREIGN = ("longhaul", "jaxtyping", "lightning", "deepspeed", "mlflow", "omegaconf", "einops")
 PROMPT = 5
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from longhaul.configs import load_run_config
+from longhaul.pipeline.checkpoints.training_state import SavedProgress, TrainingState
 from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.runs.folder import RunFolder
 
@@ -34,9 +35,10 @@ def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
         RunFolder(run),
         config,
         run / "checkpoints" / "step-1",
-        {"step": 1, "tokens": 1},
+        TrainingState(SavedProgress(1, 1, 1, [], 0, []), ""),
         corpus,
         1,
+        brings_code=True,
         adds_bos=True,
     )
     card = (tmp_path / "README.md").read_text()

@@ -102,7 +102,6 @@ def test_the_folder_holds_what_transformers_looks_for(exported: Path, base: Run)
     assert {*code} == {Path(file).name for file in found} | {f"modeling_longhaul_{digest}"}
     for name in code:
         assert {*get_imports(exported / name)} <= {
-            "einops",
             "torch",
             "transformers",
             *sys.stdlib_module_names,
@@ -118,7 +117,7 @@ def test_the_model_card_tells_where_the_model_comes_from(exported: Path, base: R
     commit = json.loads((base.path / "small" / "environment.json").read_bytes())["commit"]
     for told in (
         "library_name: transformers",
-        "needs torch, transformers 5 and einops",
+        "needs torch and transformers 5",
         "conformal_sympow",
         "degree 2",
         "1,024 of 1,024 tokens, 2 updates of 512",
@@ -200,8 +199,8 @@ def test_what_differs_from_the_run_is_not_exported(
         export(base.path / "small", tmp_path / "new")
 
     for module, old, new, where in (
-        ("modules_block", "y = x + mixed", "y = x + mixed / 2", "64 tokens"),
-        ("modules_block", "y = x + mixed", "y = x + mixed / (1 + len(x[0]) // 65)", "192 tokens"),
+        ("modules_block", "y = x + ", "y = x / 2 + ", "64 tokens"),
+        ("modules_block", "y = x + ", "y = x / (1 + len(x[0]) // 65) + ", "192 tokens"),
         ("modules_attention_power", "project(x, Documents(x), s", "project(x / 2, Documents(x), s",
          "65 tokens and 8 more, one at a time"),
         ("modeling_longhaul", "(count - 1)", "(count - 2)", "a row with padding before it"),
@@ -447,6 +446,22 @@ def test_a_run_begins_with_what_was_exported(
     same(load_trained_model(run.path / "small").model.state_dict(), weights(exported))
 
 
+def test_an_export_of_an_earlier_version_has_the_defaults_of_later_options(
+    exported: Path, base: Run, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(exported, old)
+    config = json.loads((old / "config.json").read_bytes())
+    for name in ("norm", "norm_eps", "norm_order", "mlp", "mlp_width"):
+        del config["longhaul"][name]
+    for name in ("embedding_scale", "logit_softcap", "init"):
+        del config["longhaul"][name]
+    (old / "config.json").write_text(json.dumps(config))
+    same(begins_with(old, base).state_dict(), weights(exported))
+    # How the matrices began says nothing of what they mean.
+    same(begins_with(exported, base, "model.init=llama").state_dict(), weights(exported))
+
+
 def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_path: Path) -> None:
     def refuses(folder: Path, message: str, *options: str) -> None:
         with pytest.raises(ConfigError) as error:
@@ -458,14 +473,15 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     refuses(exported, "found model.width 32 in", "model.width=64")
     refuses(exported, "found model.layers 2 in", "model.layers=3")
     refuses(exported, "found model.tied_head True in", "model.tied_head=false")
+    refuses(exported, "found model.norm 'layer' in", "model.norm=rms")
     refuses(exported, "found model.parallel_residual False in", "model.parallel_residual=true")
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text('{"model_type": "gpt2"}')
+    (other / "config.json").write_text('{"model_type": "bloom"}')
     refuses(
         other,
-        f"{other}/config.json: not the config of an exported model: model_type: found 'gpt2', "
-        "wanted 'longhaul'",
+        f"{other}/config.json: not the config of an exported model: model_type: found 'bloom', "
+        "wanted one of longhaul, gpt2, llama",
     )
     (other / "config.json").write_text("[")
     refuses(other, f"{other}/config.json: not the config of an exported model")

@@ -21,6 +21,7 @@ from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.progress import Progress
+from longhaul.modules.rotary import RotaryScaling
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
@@ -61,14 +62,28 @@ CASES = {
     for options in ({}, *OPTIONS.get(kind, []))
 }
 MIXED = "layers of three kinds"
-NEOX = "shape of GPT-NeoX"
-NEOX_OPTIONS: dict[str, Any] = {
-    "embedding_norm": False,
-    "parallel_residual": True,
-    "biases": True,
-    "tied_head": False,
+SHAPES: dict[str, dict[str, Any]] = {
+    "shape of GPT-NeoX": {
+        "embedding_norm": False,
+        "parallel_residual": True,
+        "biases": True,
+        "tied_head": False,
+    },
+    "shape of Gemma": {
+        "embedding_norm": False,
+        "norm": "rms_offset",
+        "norm_eps": 1e-6,
+        "norm_order": "sandwich",
+        "mlp": "geglu",
+        "mlp_width": 72,
+        "biases": ["qkv"],
+        "embedding_scale": 3.0,
+        "logit_softcap": 5.0,
+    },
 }
-NAMES = [*CASES, MIXED, NEOX]
+GROUPED = "shared keys in layers with windows, scaled rotations and learned positions"
+SHAPES[GROUPED] = {"kv_heads": 2, "head_dim": 10, "qk_norm": "full", "learned_positions": 1000}
+NAMES = [*CASES, MIXED, *SHAPES]
 LINEAR = [
     name for name, (kind, _) in CASES.items() if issubclass(attention_config(kind), PowerConfig)
 ]
@@ -94,6 +109,11 @@ def model_of(name: str) -> LanguageModelConfig:
             "3": attention_config("zeros")(zeroth="first_layer"),
             "0": attention_config("zeros")(zeroth="first_layer", **LEARNED),
         }
+    if name == GROUPED:
+        scaling = RotaryScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+        options = {"longest_document": None, "rotary_base": 500.0}
+        options |= {"rotary_share": 0.8, "rotary_scaling": scaling}
+        layers = {"1": attention_config("softmax")(window=40, softcap=2.0, **options)}
     return LanguageModelConfig(
         attention=attention_config(kind)(**options),
         layer_attention=layers,
@@ -101,7 +121,7 @@ def model_of(name: str) -> LanguageModelConfig:
         width=32,
         heads=heads,
         vocabulary=320,
-        **(NEOX_OPTIONS if name == NEOX else {}),
+        **SHAPES.get(name, {}),
     )
 
 
@@ -160,6 +180,8 @@ def exports(
                 with torch.inference_mode():
                     holder = model.embedding if model.config.tied_head else model.lm_head
                     logits = model.activations(tokens)[0] @ holder.weight.T
+                    if cap := model.config.logit_softcap:
+                        logits = cap * (logits / cap).tanh()
                 wanted[f"{name}/{T}/{str(dtype).removeprefix('torch.')}"] = logits
     tokenizers = {}
     for name, tokenizer in every_tokenizer().items():
@@ -206,10 +228,10 @@ def every_tokenizer() -> dict[str, Any]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """`make test` runs every kind without options, mixed layers and the shape of GPT-NeoX."""
+    """`make test` runs every kind without options, mixed layers and other shapes."""
     return [
         name
-        if name in (*registered_variants(), MIXED, NEOX)
+        if name in (*registered_variants(), MIXED, *SHAPES)
         else pytest.param(name, marks=pytest.mark.wide)
         for name in names
     ]
@@ -289,11 +311,11 @@ def test_ids_are_those_of_training(exports: Exports, name: str) -> None:
 
 @pytest.mark.soak
 def test_a_fresh_environment_computes_the_same(exports: Exports, tmp_path: Path) -> None:
-    """With torch, transformers and einops alone, installed from the package index in minutes."""
+    """With torch and transformers alone, installed from the package index in minutes."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     pins = ("-c", CHECKOUT / "constraints.txt")
-    needed = ("torch", "transformers", "einops")
+    needed = ("torch", "transformers")
     subprocess.run([python, "-m", "pip", "install", "--quiet", *pins, *needed], check=True)
     code = "import importlib.util as u; print(u.find_spec('longhaul'), u.find_spec('jaxtyping'))"
     found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True)

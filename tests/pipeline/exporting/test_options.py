@@ -134,6 +134,11 @@ def test_logits_to_keep_is_a_number_or_positions(model: LonghaulForCausalLM) -> 
         torch.testing.assert_close(model(tokens(), logits_to_keep=kept).logits, whole[:, -kept:])
     places = torch.tensor([3, 0, 11])
     torch.testing.assert_close(model(tokens(), logits_to_keep=places).logits, whole[:, places])
+    of_each = torch.tensor([[0, 1], [11, 3], [5, 5]])
+    found = model(tokens(), logits_to_keep=of_each).logits
+    torch.testing.assert_close(found, torch.stack([whole[n, of_each[n]] for n in range(3)]))
+    found = model(tokens(), logits_to_keep=padded().bool()).logits
+    torch.testing.assert_close(found, whole[padded().bool()])
     both = model(tokens(), logits_to_keep=2, labels=tokens())
     torch.testing.assert_close(both.logits, whole[:, -2:])
     assert both.loss == model(tokens(), labels=tokens()).loss
@@ -200,8 +205,45 @@ def test_generate_refuses_other_caches_by_name(model: LonghaulForCausalLM) -> No
         message = f"past_key_values: found a {type(cache).__name__}, wanted a LonghaulCache"
         with pytest.raises(ValueError, match=message):
             model.generate(tokens(), past_key_values=cache, max_new_tokens=2)
-    with pytest.raises(ValueError, match="stateful"):
-        model.generate(tokens(B=1), prompt_lookup_num_tokens=3, max_new_tokens=4)
+
+
+def test_assisted_generation_needs_states_that_can_be_cut_back(model: LonghaulForCausalLM) -> None:
+    prompt = tokens(6, 1).repeat(1, 3)  # in which the next tokens are looked up
+    options = {"max_new_tokens": 12, "do_sample": False}
+    if model._is_stateful:
+        with pytest.raises(ValueError, match="stateful"):
+            model.generate(prompt, prompt_lookup_num_tokens=3, **options)
+        return
+    cut: list[int] = []
+    crop = LonghaulCache.crop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LonghaulCache, "crop", lambda cache, n: (cut.append(n), crop(cache, n))[1])
+        found = model.generate(prompt, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(found, model.generate(prompt, **options))
+    assert min(cut) < 0
+
+
+def test_a_cache_is_cut_back_to_fewer_tokens(model: LonghaulForCausalLM) -> None:
+    x, mask = tokens(), torch.ones_like(tokens())
+    mask[0, :5] = 0
+    cache = model(x, mask).past_key_values
+    cache.crop(0)
+    with pytest.raises(ValueError, match="tokens_to_remove: found 3, wanted 0 or a negative num"):
+        cache.crop(3)
+    if model._is_stateful:
+        with pytest.raises(
+            ValueError, match="crop: found a call for LonghaulCache, which has a st"
+        ):
+            cache.crop(-1)
+        return
+    cache.crop(-4)
+    assert (cache.get_seq_length(), cache.layers[0].get_seq_length()) == (8, 8)
+    found = model(x[:, 8:], mask, past_key_values=cache).logits
+    torch.testing.assert_close(found, model(x, mask).logits[:, 8:])
+    # The fifth token is padding in one row alone, so that rows would be cut to different tokens.
+    message = "crop: found a call for LonghaulCache, which can be cut back to 5 tokens, not to 4;"
+    with pytest.raises(ValueError, match=message):
+        cache.crop(-8)
 
 
 def test_a_cache_does_what_caches_of_transformers_do(model: LonghaulForCausalLM) -> None:
@@ -236,12 +278,17 @@ def test_a_cache_does_what_caches_of_transformers_do(model: LonghaulForCausalLM)
     wanted = read(more, copy.deepcopy(groups))
     groups.reorder_cache(torch.tensor([1, 2, 0]))
     torch.testing.assert_close(read(more[[1, 2, 0]], groups), wanted[[1, 2, 0]])
+    assert len(cache) == (1 if model.config.caches_tokens else 2)
+    assert cache.is_initialized
+    assert cache.is_croppable != model._is_stateful
+    assert not cache.is_compileable
+    assert not any(cache.is_sliding)
     cache.reset()
-    assert cache.get_seq_length() == 0
+    assert cache.get_seq_length() == cache.layers[0].get_seq_length() == 0
     torch.testing.assert_close(read(x, cache), model(x).logits)
-    for call in (cache.crop, cache.update, cache.activate_past_recording):
+    for call in (cache.update, cache.layers[0].update):
         with pytest.raises(
-            ValueError, match=f"{call.__name__}: found a call for LonghaulCache, wh"
+            ValueError, match=r"^update: found a call for LonghaulCache, which holds"
         ):
             call()
 
@@ -309,7 +356,7 @@ def test_exports_of_one_name_run_their_own_code(
     }
     # The code of another version of longhaul, for the same weights.
     read: Callable[[Any, str], str] = source._Code._source
-    halved = ("y = x + mixed", "y = x + mixed / 2")
+    halved = ("y = x + ", "y = x / 2 + ")
     monkeypatch.setattr(source._Code, "_source", lambda *a: read(*a).replace(*halved))
     runs["halved"] = write(tmp_path / "halved" / "step-16", "softmax")
     found = {}

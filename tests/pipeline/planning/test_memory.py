@@ -26,7 +26,7 @@ from longhaul.pipeline.cli import main
 from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.planning import memory
 from longhaul.pipeline.planning.capacity import num_parameters
-from longhaul.pipeline.planning.fit import smallest_change, verdict, with_num_gpus
+from longhaul.pipeline.planning.fit import memory_rows, smallest_change, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import MemorySettings, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import OpWorkspace, traced_as
@@ -37,6 +37,7 @@ SCRIPT = Path(__file__).with_name("measured_update.py")
 SMALL = ("model.width=64", "model.heads=4", "data.context=128")
 NEOX = ["model.embedding_norm=false", "model.parallel_residual=true"]
 NEOX += ["model.biases=true", "model.tied_head=false"]
+LLAMA = ["model.norm=rms", "model.mlp=swiglu", "model.mlp_width=512", "model.norm_order=sandwich"]
 
 
 def config(*overrides: str, ranks: int = 1) -> RunConfig:
@@ -83,7 +84,13 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory: Linux")
 @pytest.mark.parametrize(
     ("strategies", "ranks", "shape"),
-    [("single", 1, []), ("ddp,fsdp", 2, []), ("ddp,fsdp", 2, NEOX)],
+    [
+        ("single", 1, []),
+        ("single", 1, LLAMA),
+        ("ddp,fsdp", 2, []),
+        ("ddp,fsdp", 2, NEOX),
+        ("ddp,fsdp", 2, ["optim.name=muon"]),
+    ],
 )
 def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
     strategies: str, ranks: int, shape: list[str], tmp_path: Path
@@ -148,6 +155,28 @@ def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
     assert [plan.optimizer for plan in zero] == [3 * numbers] * 3
     # One bucket where reducing overlaps nothing, two where it does, one and what stage 3 gathers.
     assert [plan.copies for plan in zero] == [4 * numbers, 8 * numbers, 8 * numbers]
+
+
+def test_muon_keeps_one_moment_of_matrices_and_exchanges_them() -> None:
+    ranks = 4
+    run = small(ranks, accumulation=1)
+    muon = replace(run, optim=replace(run.optim, name="muon"))
+    with torch.device("meta"):
+        model = LanguageModel(run.model)
+    matrices = 4 * sum(p.numel() for name, p in model.blocks.named_parameters()
+                       if name.endswith(("qkv.weight", "out.weight", "up.weight")))  # fmt: skip
+    for strategy, share in (("single", 1), ("ddp", 1), ("fsdp", ranks)):
+        adam, own = (Planner(one).plan(MemorySettings(strategy=strategy)) for one in (run, muon))
+        assert adam.optimizer - own.optimizer == pytest.approx(matrices / share, rel=0.001)
+        # To the ranks that iterate and back. The first may iterate for more than its share.
+        exchanged = 2 * (ranks - 1) / ranks * matrices / ranks if strategy == "fsdp" else 0
+        assert own.sent - adam.sent == pytest.approx(exchanged, rel=0.1)
+    device = Device(
+        key="x", name="X", memory_bytes=10**12, bf16_flops=1, tf32_flops=1, fp32_flops=1,
+        reported=("X",),
+    )  # fmt: skip
+    strategies = [row[0] for row in memory_rows(muon, device, Planner(muon))[1:]]
+    assert set(strategies) == {"single", "ddp", "fsdp"}
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

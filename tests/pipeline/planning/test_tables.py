@@ -68,6 +68,18 @@ def test_flops_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert forms[0] != forms[1]
 
 
+def test_what_muon_adds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["optim.name=muon", "model.layers=1", "model.width=64", "model.heads=2"]
+    assert main(["plan", "run/demo.yaml", *options]) == 0
+    # Per iteration 2 r r c + 2 r r r + 2 r r c for r x c: q, k, v and out, and both of the MLP.
+    flops = 5 * (4 * 6 * 64**3 + 2 * (4 * 4 + 2) * 64**3)
+    config = load_run_config("run/demo.yaml", options)
+    with torch.device("meta"):
+        passes = 3 * LanguageModel(config.model).flops_per_token(512, "triton") * 8192
+    wanted = f"Muon: {flops / 1e6:.0f}M FLOPs an update, {100 * flops / passes:.2g}% of what its"
+    assert wanted in capsys.readouterr().out
+
+
 def test_a_hybrid_sums_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
     override = "model.layer_attention.1::2={kind: softmax}"
     (names, values), states = plan(capsys, "run/demo.yaml", override)

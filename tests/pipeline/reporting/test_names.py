@@ -35,6 +35,12 @@ def test_variants_are_named_by_what_they_differ_in() -> None:
         "conformal_sympow p=4",
         "conformal_sympow p=2, learning_rate=0.01",
     ]
+    short = config("data.short_first=[{context: 128, until_tokens: 9000}]")
+    names = name_variants([config(), short], [Data("gpt2/train", "a" * 64)] * 2)
+    assert names == [
+        "conformal_sympow p=2",
+        "conformal_sympow p=2, short_first=[{'context': 128, 'until_tokens': 9000}]",
+    ]
     many = looks({f"variant {index:02d}": "softmax" for index in range(70)})
     assert len(set(many.values())) == 70
 

@@ -224,9 +224,14 @@ def test_no_link_is_followed_where_something_is_written(
     assert (precious / "a").read_text() == "precious"
 
 
+@pytest.mark.parametrize("command", ["export", "average"])
 @pytest.mark.parametrize("planted", ["export", "export/deep", "export/new"])
-def test_no_export_goes_through_a_link_in_the_run_folder(
-    foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: str
+def test_no_export_or_mean_goes_through_a_link_in_the_run_folder(
+    foreign: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    planted: str,
+    command: str,
 ) -> None:
     elsewhere = foreign.parent / "elsewhere"
     elsewhere.mkdir()
@@ -236,7 +241,7 @@ def test_no_export_goes_through_a_link_in_the_run_folder(
     (foreign.parent / "linked").symlink_to(foreign)
     monkeypatch.chdir(foreign.parent)
     for run, destination in ((str(foreign), "linked"), ("linked", "foreign")):
-        assert main(["export", run, f"{destination}/export/new"]) == 2
+        assert main([command, run, f"{destination}/export/new"]) == 2
         assert f"{planted}: found a link to " in capsys.readouterr().err
     assert not list(elsewhere.iterdir())
 

@@ -11,19 +11,29 @@ import pytest
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 ONE_RANK = Path(__file__).parent / "one_rank.py"
 KINDS = ("softmax", "conformal_sympow", "zeros")
-# Another shape of the model, whose head has a matrix of its own.
-NEOX = "gpt-neox"
-NEOX_OPTIONS = [
-    "model.embedding_norm=false",
-    "model.parallel_residual=true",
-    "model.biases=true",
-    "model.tied_head=false",
-]
+# Other shapes of the model. In the first the head has a matrix of its own.
+SHAPES = {
+    "gpt-neox": [
+        "model.embedding_norm=false",
+        "model.parallel_residual=true",
+        "model.biases=true",
+        "model.tied_head=false",
+    ],
+    "gemma": [
+        "model.norm=rms_offset",
+        "model.norm_order=sandwich",
+        "model.mlp=geglu",
+        "model.mlp_width=72",
+        "model.biases=[qkv]",
+        "model.embedding_scale=2.0",
+        "model.logit_softcap=5.0",
+        "optim.z_loss=1e-3",
+    ],
+}
+MUON = "muon"
 UPDATES, HALF = 20, 10
 COMMON = [
-    "checkpoint.every_tokens=5120",
     "data.workers=0",
-    "trainer.validate_every_tokens=5120",
     # The rate of the papers. At five times that, rounding alone moves zeros' losses by 1e-5.
     "optim.learning_rate=6e-4",
 ]
@@ -41,6 +51,8 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "deepspeed2-2": (2, ZERO_2),
     "deepspeed3-2": (2, ZERO_3),
     "context-2": (2, ["trainer.strategy=ddp", "trainer.context_parallel=2"]),
+    "ddp-3": (3, ["trainer.strategy=ddp"]),
+    "fsdp-3": (3, ["trainer.strategy=fsdp"]),
     "fsdp-4": (4, ["trainer.strategy=fsdp"]),
     "context-2x2": (4, ["trainer.strategy=ddp", "trainer.context_parallel=2"]),
     "replicas-2x2": (4, ["trainer.strategy=fsdp", "trainer.replicas=2"]),
@@ -57,6 +69,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 OFFLOADED = ("offload1-2", "offload2-2", "offload3-2")
 COMPILED = ("compiled", "compiled-ddp-2", "compiled-fsdp-2")
 ONCE = ("replicas-2x2", "recomputed", "not-sharded", *OFFLOADED, *COMPILED)
+THREE_RANKS = ("ddp-3", "fsdp-3")
 FOUR_RANKS = ("fsdp-4", "context-2x2", "replicas-2x2")
 SLOW = (*FOUR_RANKS, "offload1-2", "offload3-2", *COMPILED)
 # `make test` has each strategy once, `make test-all` some more, and `make soak` the rest.
@@ -68,6 +81,7 @@ IN_TEST = (("ddp-2", "fsdp-2"), ("deepspeed3-2", "single"))
 IN_TEST_ALL = (("single", "fsdp-2"), ("fsdp-2", "single"), ("single", "deepspeed2-2"))
 HOLDING = ("single", "ddp-2", "context-2", "not-sharded", "fsdp-2", "recomputed")
 HOLDING += ("deepspeed1-2", "deepspeed2-2", "deepspeed3-2", "offload2-2")
+MUONS = ("single", "ddp-2", "fsdp-2", *THREE_RANKS, "replicas-2x2")
 HANDED = ("single", "ddp-2", "fsdp-2", "fsdp-4", "deepspeed1-2", "deepspeed2-2", "deepspeed3-2")
 
 
@@ -85,17 +99,25 @@ COMBINATIONS = [
     )
     for way in WAYS
     for kind in KINDS
-    if not (way in ONCE and kind != "conformal_sympow")
+    if way not in THREE_RANKS
+    and not (way in ONCE and kind != "conformal_sympow")
     and not (way.startswith("context") and kind == "softmax")
 ]
 COMBINATIONS += [
-    _case(way, NEOX, in_test=False, in_test_all=way in ("fsdp-2", "deepspeed3-2"))
+    _case(way, shape, in_test=False, in_test_all=way in ("fsdp-2", "deepspeed3-2"))
     for way in STRATEGIES
+    for shape in SHAPES
+]
+COMBINATIONS += [
+    _case(way, MUON, in_test=way == "fsdp-2", in_test_all=way != "replicas-2x2")
+    for way in MUONS
+    if way != "single"
 ]
 HANDOVERS = [
     _case(
         before,
         after,
+        "conformal_sympow",
         in_test=(before, after) in IN_TEST,
         in_test_all=(before, after) in IN_TEST_ALL,
     )
@@ -105,13 +127,17 @@ HANDOVERS = [
     if before == after or "deep" not in before or "deep" not in after
 ]
 HANDOVERS += [
-    _case(before, after, in_test=False, in_test_all=False)
+    _case(before, after, "conformal_sympow", in_test=False, in_test_all=False)
     for before, after in (
         *((way, way) for way in (*OFFLOADED, *COMPILED)),
         *(("single", way) for way in OFFLOADED),
         ("deepspeed3-2", "offload2-2"),
         ("offload3-2", "single"),
     )
+]
+HANDOVERS += [
+    _case(before, after, MUON, in_test=False, in_test_all=True)
+    for before, after in (("single", "fsdp-3"), ("fsdp-3", "ddp-2"), ("ddp-3", "fsdp-2"))
 ]
 
 
@@ -147,10 +173,17 @@ runpy.run_path({str(ONE_RANK)!r}, run_name="__main__")"""
 def _arguments(way: str, kind: str, name: str) -> list[str]:
     ranks, overrides = WAYS[way]
     micro_batch = 2 if ranks < 4 or way == "context-2x2" else 1
+    options, tokens = SHAPES.get(kind, [f"model.attention.kind={kind}"]), 512
+    if kind == MUON:
+        options, tokens = ["optim.name=muon"], 768  # which three ranks can share
     return [
         "small.yaml",
         f"name={name}",
-        *(NEOX_OPTIONS if kind == NEOX else [f"model.attention.kind={kind}"]),
+        *options,
+        f"optim.tokens_per_update={tokens}",
+        f"trainer.max_tokens={tokens * UPDATES}",
+        f"trainer.validate_every_tokens={tokens * HALF}",
+        f"checkpoint.every_tokens={tokens * HALF}",
         f"trainer.devices={ranks}",
         f"trainer.micro_batch={micro_batch}",
         *COMMON,
@@ -168,14 +201,14 @@ def _losses(run: Run, name: str) -> dict[int, float]:
 def trained(make_run: Any, fork: Any, request: pytest.FixtureRequest) -> Run:
     """The ways and kinds that are asked for, each trained once; `WAY-KIND` names the run."""
     run = make_run(UPDATES)
-    jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
+    jobs: dict[int, list[list[str]]] = {1: [], 2: [], 3: [], 4: []}
     asked = _selected(request, "test_losses_are_those_of_one_process")
     asked += [("single", kind) for _, kind in asked]
     if "test_each_rank_holds_its_share" in [item.name for item in request.session.items]:
         asked += [(way, "conformal_sympow") for way in HOLDING]
     asked += [
-        (before, "conformal_sympow")
-        for before, _ in _selected(request, "test_a_checkpoint_goes_on_under_any_strategy")
+        (before, kind)
+        for before, _, kind in _selected(request, "test_a_checkpoint_goes_on_under_any_strategy")
     ]
     for way, kind in dict.fromkeys(asked):
         jobs[WAYS[way][0]].append(_arguments(way, kind, f"{way}-{kind}"))
@@ -185,14 +218,15 @@ def trained(make_run: Any, fork: Any, request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture(scope="module")
 def handed_over(trained: Run, fork: Any, request: pytest.FixtureRequest) -> Run:
-    """Runs `BEFORE-to-AFTER` that began with the other's checkpoint of half the way."""
-    jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
-    for before, after in _selected(request, "test_a_checkpoint_goes_on_under_any_strategy"):
-        name = f"{before}-to-{after}"
+    """Runs `BEFORE-to-AFTER-KIND` that began with the other's checkpoint of half the way."""
+    jobs: dict[int, list[list[str]]] = {1: [], 2: [], 3: [], 4: []}
+    asked = _selected(request, "test_a_checkpoint_goes_on_under_any_strategy")
+    for before, after, kind in asked:
+        name = f"{before}-to-{after}-{kind}"
         half = f"checkpoints/step-{HALF:09d}"
-        source = trained.path / f"{before}-conformal_sympow" / half
+        source = trained.path / f"{before}-{kind}" / half
         shutil.copytree(source, trained.path / name / half)
-        jobs[WAYS[after][0]].append(_arguments(after, "conformal_sympow", name))
+        jobs[WAYS[after][0]].append(_arguments(after, kind, name))
     _run_together(fork, trained, jobs)
     return trained
 
@@ -225,9 +259,11 @@ def test_each_rank_holds_its_share(trained: Run) -> None:
         assert held(way, 1)["moments"] < 0.6 * whole["moments"]
 
 
-@pytest.mark.parametrize(("before", "after"), HANDOVERS)
-def test_a_checkpoint_goes_on_under_any_strategy(handed_over: Run, before: str, after: str) -> None:
-    found = _losses(handed_over, f"{before}-to-{after}")
-    wanted = _losses(handed_over, f"{before}-conformal_sympow")
+@pytest.mark.parametrize(("before", "after", "kind"), HANDOVERS)
+def test_a_checkpoint_goes_on_under_any_strategy(
+    handed_over: Run, before: str, after: str, kind: str
+) -> None:
+    found = _losses(handed_over, f"{before}-to-{after}-{kind}")
+    wanted = _losses(handed_over, f"{before}-{kind}")
     assert list(found) == list(range(HALF + 1, UPDATES + 1))
     assert max(abs(found[step] - wanted[step]) for step in found) < 1e-6

@@ -93,6 +93,23 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run: Run, undistu
 
 
 @pytest.mark.wide
+def test_stopped_and_killed_a_run_of_muon_ends_with_the_same_weights(make_run: Any) -> None:
+    options = ("optim.name=muon", "trainer.strategy=fsdp")
+    whole, run = make_run(), make_run()
+    assert start(whole, *options).end()[0] == 0
+    process = start(run, *options)
+    run.wait_for_step(process, 6)
+    process.rank_1().send_signal(signal.SIGUSR1)
+    assert process.end()[0] == 75
+    process = start(run, *options)
+    run.wait_for_step(process, 14)
+    process.rank_1().kill()
+    assert process.end()[0] == 1
+    assert start(run, *options).end()[0] == 0
+    assert_same_end(run, whole)
+
+
+@pytest.mark.wide
 def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     run: Run, undisturbed: Run
 ) -> None:

@@ -141,6 +141,7 @@ def test_what_peers_cannot_do_is_no_failure_of_ours() -> None:
 def test_the_trainer_passes_its_checks_on_a_cpu(tmp_path: Path) -> None:
     wanted = (
         "train: single, bf16-mixed", "resume: to the bit", "evaluate: 2", "generate",
+        "muon: single and fsdp on 2",
         "train: ddp on 2 ranks, bf16-mixed", "train: fsdp on 2 ranks, bf16-mixed",
         "train: deepspeed 3 on 2 ranks, bf16-mixed",
         "train: context parallel on 2 ranks, bf16-mixed",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import reduce
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall, Saved
@@ -213,7 +212,7 @@ class BackwardPass:
             row_sums = row_sums * ~saved.is_live
         return gate_gradient(
             log_g,
-            reduce(row_sums.double(), "b t (g r) -> b t g", "sum", g=self.problem.G),
+            row_sums.double().unflatten(2, (self.problem.G, -1)).sum(dim=3),
             torch.linalg.vecdot(saved.k.to(self.into.dk.dtype), self.into.dk),
             self.problem.degree,
             ((self.dkv, saved.final_kv), (self.dnorm, saved.final_norm)),

@@ -1,0 +1,333 @@
+"""What a table of an architecture says, and how it is read."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, cast, get_type_hints
+
+import torch
+from torch import Tensor
+
+from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
+from longhaul.modules.attention import LayerShape
+from longhaul.modules.attention.softmax import SoftmaxConfig
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.architectures.layers import Layers, in_config
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of config.json, and the option of LanguageModelConfig that has its value."""
+
+    name: str
+    absent: Any
+    """Its value in a file that has none: the default of transformers' class."""
+    option: str
+    words: Mapping[str, Any] | None = None
+    """Where the option has other values than the field: these values of the field, and its."""
+
+    def read(self, value: Any) -> Any:
+        """The value of the option."""
+        if self.words is None:
+            return checked_value(_hints()[self.option], value, self.name)
+        if not isinstance(value, str) or value not in self.words:
+            wanted = ", ".join(self.words)
+            raise ValueError(f"{self.name}: found {shown(value)}, wanted one of {wanted}")
+        return self.words[value]
+
+    def write(self, model: LanguageModelConfig) -> Any:
+        """The value of the field, None if it has none for this model."""
+        value = getattr(model, self.option)
+        if self.words is None:
+            return value
+        return next((word for word, one in self.words.items() if one == value), None)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A field of config.json of which every model of longhaul has one value."""
+
+    name: str
+    absent: Any
+    value: Any
+    same: tuple[Any, ...] = ()
+    """Other values that mean the same."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """A field with a rate of dropout: any is read, as it changes no logit, and 0 is written."""
+
+    name: str
+    absent: float = 0.0
+
+
+@dataclass(frozen=True)
+class Biases:
+    """A field of config.json that says whether there are biases in places of `model.biases`."""
+
+    name: str
+    absent: bool
+    places: tuple[str, ...]
+
+
+Rows = tuple[tuple[int, int | None], ...]
+"""The first row and the end of parts, one after the other; None: up to the last row."""
+
+
+class Place(NamedTuple):
+    """Rows of a tensor of ours."""
+
+    name: str
+    rows: Rows = ((0, None),)
+    is_transposed: bool = False
+
+
+Modules = Mapping[str, str | tuple[str, Callable[[LayerShape], Rows]]]
+"""Modules of a block, by their names: ours, and our rows in their order if not all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The table of one architecture."""
+
+    name: str
+    """The class in transformers."""
+
+    model_type: str
+
+    fields: tuple[Field | Fixed | Dropout | Biases, ...]
+
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Options of LanguageModelConfig that have these values in every model of it."""
+
+    biases: tuple[str, ...] = ()
+    """The places that always have biases."""
+
+    has_scaled_embedding: bool = False
+    """Whether the embedding is multiplied by the root of the width."""
+
+    ignored_fields: frozenset[str] = frozenset()
+    """Fields that change no logit."""
+
+    context: int
+    """The longest context, `max_position_embeddings`, of a file that has none."""
+
+    layers: Layers
+    """The fields in which layers may differ."""
+
+    modules: Mapping[str, str]
+    """Modules outside of the blocks, by their names: ours."""
+
+    layer: str
+    """The prefix of a block's modules, with {} for its number."""
+
+    layer_modules: Modules
+
+    transposed: tuple[str, ...] = ()
+    """Modules of a block, by their names, whose weights are (inputs, outputs)."""
+
+    old_prefix: str = ""
+    """What some files leave out in front of the names of tensors."""
+
+    old_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tensors: the present ones."""
+
+    ignored_tensors: str = r"(?!)"
+    """A pattern of names of tensors that hold no weights."""
+
+    def config_of(self, model: LanguageModelConfig) -> dict[str, Any]:
+        """What config.json says of a model.
+
+        Raises:
+            ValueError: naming the option whose value this architecture cannot express.
+        """
+        layers = [model.attention_of(layer) for layer in range(model.layers)]
+        for one in layers:
+            if not isinstance(one, SoftmaxConfig):
+                raise ValueError(f"attention.kind: found {one.kind}, wanted softmax in {self.name}")
+        model = canonical(model)
+        found: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.name]}
+        for field_ in self.fields:
+            if isinstance(field_, Field):
+                found[field_.name] = field_.write(model)
+            elif isinstance(field_, Fixed):
+                found |= {} if field_.value is None else {field_.name: field_.value}
+            elif isinstance(field_, Dropout):
+                found[field_.name] = 0.0
+            else:
+                found[field_.name] = set(field_.places) <= set(cast(list[str], model.biases))
+        found |= self.layers.write(cast(list[SoftmaxConfig], layers), model.shape_of(0).head_dim)
+        again = canonical(self.model_of(found))
+        for layer, attention in enumerate(layers):
+            self._compare("attention.", attention, again.attention_of(layer))
+        self._compare("", model, again)
+        return found
+
+    def _compare(self, prefix: str, model: Any, again: Any) -> None:
+        for option in fields(model):
+            found, wanted = (getattr(one, option.name) for one in (model, again))
+            if found != wanted and option.name not in ("attention", "layer_attention"):
+                raise ValueError(
+                    f"model.{prefix}{option.name}: found {shown(found)}, wanted {shown(wanted)} in "
+                    f"{self.name}"
+                )
+
+    def model_of(self, content: Mapping[str, Any]) -> LanguageModelConfig:
+        """The model that config.json describes.
+
+        Raises:
+            ValueError: naming a field that longhaul cannot express, or that is of no known name.
+        """
+        left = {
+            name: value
+            for name, value in content.items()
+            if name not in self.ignored_fields and name not in _IGNORED
+        }
+        values, places = dict(self.constants), [*self.biases]
+        for one in self.fields:
+            value = left.pop(one.name, one.absent)
+            if isinstance(one, Field):
+                values[one.option] = one.read(value)
+            elif isinstance(one, Biases):
+                places += one.places if checked_value(bool, value, one.name) else ()
+            elif isinstance(one, Fixed) and value not in (one.value, *one.same):
+                raise ValueError(f"{one.name}: found {shown(value)}, wanted {one.value!r}")
+        if self.has_scaled_embedding:
+            values["embedding_scale"] = abs(values["width"]) ** 0.5
+        values["biases"] = True if len(places) == len(_PLACES) else places or False
+        # This checks the sizes, before there is something for each layer.
+        sizes = LanguageModelConfig.from_dict({**values, "attention": {"kind": "softmax"}})
+        name = "max_position_embeddings"
+        context = checked_value(Positive, content.get(name, self.context), name)
+        layers = self.layers.read(left, sizes.layers, sizes.shape_of(0).head_dim, context)
+        values["attention"], values["layer_attention"] = in_config(layers)
+        for name in sorted(left):
+            raise ValueError(
+                f"{name}: found {shown(left[name])}, which no model of longhaul has; wanted no "
+                "such field"
+            )
+        return LanguageModelConfig.from_dict(values)
+
+    def tensors(self, model: LanguageModel) -> dict[str, Place]:
+        """Their tensors, by their names in files, and where each is among ours.
+
+        Raises:
+            ValueError: naming a tensor of ours that they do not have.
+        """
+        modules = {theirs: Place(own) for theirs, own in self.modules.items()}
+        for layer in range(model.config.layers):
+            shape = model.config.shape_of(layer)
+            for theirs, own in self.layer_modules.items():
+                place = Place(own) if isinstance(own, str) else Place(own[0], own[1](shape))
+                name = f"blocks.{layer}.{place.name}"
+                is_transposed = theirs in self.transposed
+                place = place._replace(name=name, is_transposed=is_transposed)
+                modules[f"{self.layer.format(layer)}.{theirs}"] = place
+        ours = model.state_dict()
+        found = {
+            f"{theirs}.{kind}": Place(name, place.rows, place.is_transposed and kind == "weight")
+            for theirs, place in modules.items()
+            for kind in ("weight", "bias")
+            if (name := f"{place.name}.{kind}") in ours
+        }
+        for name in sorted(ours.keys() - {place.name for place in found.values()}):
+            raise ValueError(f"{name}: found a tensor that {self.name} does not have")
+        return found
+
+    def weights_of(self, model: LanguageModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a model, by our names, from tensors by theirs.
+
+        Args:
+            model: on any device; its shapes are read.
+            found: tensors of a file, which are not changed.
+
+        Raises:
+            ValueError: naming a tensor that is missing, unknown or of another shape.
+        """
+        places = self.tensors(model)
+        named = {}
+        for name, tensor in found.items():
+            if not re.search(self.ignored_tensors, name):
+                name = self.old_tensors.get(name, name)
+                whole = f"{self.old_prefix}{name}"
+                named[whole if whole in places else name] = tensor
+        if model.config.tied_head:
+            self._forget_tied_head(named)
+        for name in sorted(places.keys() | named.keys()):
+            if name not in named:
+                raise ValueError(f"{name}: found no such tensor, wanted that of {self.name}")
+            if name not in places:
+                raise ValueError(f"{name}: found an unknown tensor of {self.name}, wanted none")
+        dtypes = {place.name: named[name].dtype for name, place in places.items()}
+        weights = {
+            name: torch.empty(one.shape, dtype=dtypes[name])
+            for name, one in model.state_dict().items()
+        }
+        for name, place in places.items():
+            targets = [weights[place.name][begin:end] for begin, end in place.rows]
+            shape = (sum(map(len, targets)), *targets[0].shape[1:])
+            shape = shape[::-1] if place.is_transposed else shape
+            if named[name].shape != shape:
+                raise ValueError(
+                    f"{name}: found shape {tuple(named[name].shape)}, wanted {shape} as in "
+                    "config.json"
+                )
+            tensor = named[name].T if place.is_transposed else named[name]
+            sources = tensor.split([len(one) for one in targets])
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        return weights
+
+    def _forget_tied_head(self, named: dict[str, Tensor]) -> None:
+        """Leave out the head of a model whose head is its embedding, if a file has it too."""
+        theirs = {own: f"{name}.weight" for name, own in self.modules.items()}
+        head, embedding = named.pop(theirs["lm_head"], None), named.get(theirs["embedding"])
+        if head is not None and embedding is not None and not torch.equal(head, embedding):
+            raise ValueError(
+                f"{theirs['lm_head']}: found another matrix than {theirs['embedding']}, wanted the "
+                "same, since tie_word_embeddings is true"
+            )
+
+
+_PLACES = ("qkv", "out", "mlp", "norms")
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(LanguageModelConfig, include_extras=True)
+
+
+def canonical(model: LanguageModelConfig) -> LanguageModelConfig:
+    """The same model, with numbers where null stands for what follows from others.
+
+    Layers whose attention is not that of the first one have an entry each.
+    """
+    shape, biases = model.shape_of(0), model.biases
+    places = _PLACES if biases is True else biases or ()
+    return replace(
+        model,
+        init="gpt2",
+        kv_heads=shape.key_heads,
+        head_dim=shape.head_dim,
+        mlp_width=4 * model.width if model.mlp_width is None else model.mlp_width,
+        biases=cast(Any, [one for one in _PLACES if one in places]),
+        attention=model.attention_of(0),
+        layer_attention={
+            str(layer): model.attention_of(layer)
+            for layer in range(model.layers)
+            if model.attention_of(layer) != model.attention_of(0)
+        },
+    )
+
+
+# Of all architectures: what files tell of their making, of texts, and of outputs beside logits.
+_IGNORED = (
+    *("_name_or_path", "architectures", "model_type", "transformers_version"),
+    *("dtype", "torch_dtype", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
+    *("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"),
+    "use_cache",
+)

@@ -1,0 +1,243 @@
+"""The fields of config.json in which layers may differ: positions, windows and scores."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import Field
+
+from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
+from longhaul.modules.attention.softmax import SoftmaxConfig
+from longhaul.modules.rotary import RotaryScaling
+
+Options = dict[str, Any]
+"""Those of softmax attention in a layer."""
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+_Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_LONG = ("factor", "attention_factor", "original_max_position_embeddings")
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LONG[2]),
+    "yarn": (*_LONG, "beta_fast", "beta_slow", "truncate"),
+    "longrope": (*_LONG, "short_factor", "long_factor"),
+}
+"""The parameters of each `rope_type`, which RotaryScaling has by the same names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Which of these fields an architecture has, and what absent ones mean."""
+
+    is_rotated: bool = True
+    """Whether there are rotary positions, with the fields of them."""
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    """That of windowed layers, where these have a rotation of their own; None: one for all."""
+    share: float | None = None
+    """The share of a head that rotates; None: there is no such parameter."""
+    old: Mapping[str, str] = field(default_factory=lambda: {"rope_theta": "rope_theta"})
+    """Fields that had parameters of rotation before version 5, and their names now."""
+    has_window: bool = False
+    window: int | None = None
+    has_switch: bool = False
+    """Whether windows need `use_sliding_window`."""
+    types: Callable[[Mapping[str, Any], int], list[str]] | None = None
+    """The types of so many layers without `layer_types`; None: a window is that of all layers."""
+    has_unrotated: bool = False
+    """Whether `no_rope_layers` has a 0 for each layer without positions; absent, every fourth."""
+    score_width: int | None = None
+    """`query_pre_attn_scalar`, whose root divides scores in place of that of a head's width."""
+    has_softcap: bool = False
+    softcap: float | None = None
+
+    def read(
+        self, content: dict[str, Any], count: int, head_dim: int, context: int
+    ) -> list[Options]:
+        """The options of so many layers; these fields are taken from `content`.
+
+        Raises:
+            ValueError: naming the field whose value longhaul cannot express.
+        """
+        windows = self._windows(content, count)
+        rotations = self._rotations(content, windows, context)
+        shared: Options = {}
+        if self.score_width is not None:
+            given = content.pop("query_pre_attn_scalar", self.score_width)
+            width = checked_value(_Number, given, "query_pre_attn_scalar")
+            shared["scale"] = None if width == head_dim else float(width) ** -0.5
+        if self.has_softcap:
+            cap = content.pop("attn_logit_softcapping", self.softcap)
+            shared["softcap"] = checked_value(_Number | None, cap, "attn_logit_softcapping")
+        found = []
+        for window, rotation in zip(windows, rotations, strict=True):
+            options = {"kind": "softmax", **rotation, **shared}
+            found.append(options | ({} if window is None else {"window": window}))
+        return found
+
+    def write(self, layers: Sequence[SoftmaxConfig], head_dim: int) -> dict[str, Any]:
+        """The fields of a model with these layers, as far as they can say it."""
+        found: dict[str, Any] = {}
+        types = [FULL if one.window is None else WINDOWED for one in layers]
+        windows = [one.window for one in layers if one.window is not None]
+        if self.has_window:
+            found["sliding_window"] = windows[0] if windows else None
+        if self.has_switch:
+            found["use_sliding_window"] = bool(windows)
+        if self.types is not None:
+            found["layer_types"] = types
+        if self.has_unrotated:
+            found["no_rope_layers"] = [int(one.rotary != "none") for one in layers]
+        rotated = [one for one in layers if one.rotary != "none"] or list(layers)
+        rope: dict[str, Any] = self._rope_of(rotated[0])
+        if self.local_theta is not None:
+            by_type = dict(zip(reversed(types), reversed(layers), strict=True))
+            rope = {name: self._rope_of(by_type.get(name, layers[0])) for name in (FULL, WINDOWED)}
+        if self.is_rotated:
+            found["rope_parameters"] = rope
+        first = layers[0]
+        if self.score_width is not None:
+            width = head_dim if first.scale is None else first.scale**-2
+            found["query_pre_attn_scalar"] = (
+                round(width) if abs(width - round(width)) < 1e-6 else width
+            )
+        if self.has_softcap:
+            found["attn_logit_softcapping"] = first.softcap
+        return found
+
+    def _windows(self, content: dict[str, Any], count: int) -> list[int | None]:
+        if not self.has_window:
+            return [None] * count
+        given = content.pop("sliding_window", self.window)
+        window = checked_value(Positive | None, given, "sliding_window")
+        if self.has_switch and not _bool(content, "use_sliding_window", False):
+            window = None
+        if self.types is None:
+            return [window] * count
+        types = self.types({**content, "sliding_window": window}, count)
+        given = content.pop("layer_types", None)
+        types = checked_value(list[str] | None, given, "layer_types") or types
+        for name in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"):
+            content.pop(name, None)
+        for one in types:
+            if one not in (FULL, WINDOWED):
+                raise ValueError(f"layer_types: found {shown(one)}, wanted {FULL} or {WINDOWED}")
+        if len(types) != count:
+            raise ValueError(f"layer_types: found {len(types)} layers, wanted {count}")
+        return [window if one == WINDOWED else None for one in types]
+
+    def _rotations(
+        self, content: dict[str, Any], windows: Sequence[int | None], context: int
+    ) -> list[Options]:
+        if not self.is_rotated:
+            return [{"rotary": "none"}] * len(windows)
+        outer = {new: content.pop(old) for old, new in self.old.items() if old in content}
+        given = {
+            name: checked_value(dict[str, Any] | None, content.pop(name, None), name) or {}
+            for name in ("rope_parameters", "rope_scaling")
+        }
+        local = content.pop("rope_local_base_freq", None) if self.local_theta else None
+        if self.local_theta is None:
+            found = given["rope_scaling"] or given["rope_parameters"]
+            rotation = self._rotation(outer | found, "rope_parameters", self.theta, context)
+            rotations = [rotation] * len(windows)
+        else:
+            # Before version 5 a scaling was that of layers without a window.
+            nested = given["rope_parameters"]
+            full = outer | (nested.get(FULL) or {}) | given["rope_scaling"]
+            small = ({} if local is None else {"rope_theta": local}) | (nested.get(WINDOWED) or {})
+            if unknown := sorted(nested.keys() - {FULL, WINDOWED}):
+                raise ValueError(
+                    f"rope_parameters.{unknown[0]}: found it, wanted {FULL} and {WINDOWED} alone"
+                )
+            of_full = self._rotation(full, f"rope_parameters.{FULL}", self.theta, context)
+            of_small = self._rotation(
+                small, f"rope_parameters.{WINDOWED}", self.local_theta, context
+            )
+            rotations = [of_full if one is None else of_small for one in windows]
+        if self.has_unrotated:
+            interval = content.pop("no_rope_layer_interval", 4)
+            every = checked_value(Positive, interval, "no_rope_layer_interval")
+            usual = [int((layer + 1) % every != 0) for layer in range(len(windows))]
+            given_layers = content.pop("no_rope_layers", None)
+            layers = checked_value(list[int] | None, given_layers, "no_rope_layers") or usual
+            if len(layers) != len(windows):
+                raise ValueError(
+                    f"no_rope_layers: found {len(layers)} layers, wanted {len(windows)}"
+                )
+            rotations = [
+                rotation if is_rotated else {"rotary": "none"}
+                for rotation, is_rotated in zip(rotations, layers, strict=True)
+            ]
+        return rotations
+
+    def _rotation(
+        self, given: Mapping[str, Any], where: str, theta: float, context: int
+    ) -> Options:
+        """The options of a layer with these parameters."""
+        found = {"rope_theta": theta, **{k: v for k, v in given.items() if v is not None}}
+        kind = found.pop("rope_type", found.get("type", "default"))
+        found.pop("type", None)
+        if kind not in _SCALINGS:
+            raise ValueError(
+                f"{where}.rope_type: found {shown(kind)}, wanted one of {', '.join(_SCALINGS)}"
+            )
+        base = checked_value(_Number, found.pop("rope_theta"), f"{where}.rope_theta")
+        options: Options = {"rotary_base": base}
+        if self.share is not None:
+            share, name = found.pop("partial_rotary_factor", self.share), "partial_rotary_factor"
+            options["rotary_share"] = checked_value(_Number, share, f"{where}.{name}")
+        hints = get_type_hints(RotaryScaling)
+        scaling = {
+            name: checked_value(hints[name], found.pop(name), f"{where}.{name}")
+            for name in _SCALINGS[kind]
+            if name in found
+        }
+        if kind in ("default", "linear"):  # where it means nothing
+            found.pop("original_max_position_embeddings", None)
+        elif "original_max_position_embeddings" not in scaling:
+            scaling["original_max_position_embeddings"] = context
+        for name in sorted(found):
+            raise ValueError(
+                f"{where}.{name}: found {shown(found[name])}, which no rotation of longhaul has; "
+                "wanted no such parameter"
+            )
+        if kind != "default":
+            if "factor" not in scaling:
+                if kind not in ("yarn", "longrope"):
+                    raise ValueError(f"{where}.factor: found none, wanted a number")
+                scaling["factor"] = context / scaling["original_max_position_embeddings"]
+            options["rotary_scaling"] = {"rope_type": kind, **scaling}
+        return options
+
+    def _rope_of(self, layer: SoftmaxConfig) -> dict[str, Any]:
+        scaling = layer.rotary_scaling
+        kind = "default" if scaling.rope_type == "none" else scaling.rope_type
+        found = {"rope_type": kind, "rope_theta": layer.rotary_base}
+        if self.share is not None:
+            found["partial_rotary_factor"] = layer.rotary_share
+        values = {name: getattr(scaling, name) for name in _SCALINGS[kind]}
+        return found | {name: value for name, value in values.items() if value is not None}
+
+
+def in_config(layers: Sequence[Options]) -> tuple[Options, dict[str, Options]]:
+    """`attention` and `layer_attention` of a model with these layers."""
+    usual = max(layers, key=layers.count)
+    others: dict[str, Options] = {}
+    for options in layers:
+        places = [n for n, one in enumerate(layers) if one == options]
+        if options == usual or options in others.values():
+            continue
+        step = places[1] - places[0] if len(places) > 1 else 1
+        if len(places) > 1 and places == list(range(places[0], len(layers), step)):
+            others[f"{places[0]}::{step}"] = options
+        else:
+            others |= {str(place): options for place in places}
+    return usual, others
+
+
+def _bool(content: dict[str, Any], name: str, absent: bool) -> bool:
+    value: bool = checked_value(bool, content.pop(name, absent), name)
+    return value

@@ -1,0 +1,288 @@
+"""Llama (Touvron et al., 2023, arXiv:2302.13971), and the models that have its modules' names."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from longhaul.modules.attention import LayerShape
+from longhaul.pipeline.architectures.architecture import (
+    Architecture,
+    Biases,
+    Dropout,
+    Field,
+    Fixed,
+    Modules,
+    Rows,
+)
+from longhaul.pipeline.architectures.gpt_neox import GELUS
+from longhaul.pipeline.architectures.layers import FULL, WINDOWED, Layers
+
+
+def queries(shape: LayerShape) -> Rows:
+    return ((0, shape.heads * shape.head_dim),)
+
+
+def keys(shape: LayerShape) -> Rows:
+    begin = shape.heads * shape.head_dim
+    return ((begin, begin + shape.key_heads * shape.head_dim),)
+
+
+def values(shape: LayerShape) -> Rows:
+    return (((shape.heads + shape.key_heads) * shape.head_dim, None),)
+
+
+_ATTENTION: Modules = {
+    "self_attn.q_proj": ("attention.qkv", queries),
+    "self_attn.k_proj": ("attention.qkv", keys),
+    "self_attn.v_proj": ("attention.qkv", values),
+    "self_attn.o_proj": "attention.out",
+}
+_QK_NORM: Modules = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+_MLP: Modules = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.out"}
+_NORMS_BEFORE: Modules = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+}
+_NORMS_AFTER: Modules = {
+    "post_attention_layernorm": "attention_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+_NORMS_AROUND: Modules = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+_CONSTANTS = {"norm": "rms", "embedding_norm": False}
+
+
+def _fields(
+    vocabulary: int,
+    width: int,
+    mlp_width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None,
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+) -> tuple[Field | Dropout, ...]:
+    """The fields of all of them, and their defaults, without that of the activation."""
+    return (
+        Field("vocab_size", vocabulary, "vocabulary"),
+        Field("hidden_size", width, "width"),
+        Field("intermediate_size", mlp_width, "mlp_width"),
+        Field("num_hidden_layers", layers, "layers"),
+        Field("num_attention_heads", heads, "heads"),
+        Field("num_key_value_heads", kv_heads, "kv_heads"),
+        Field("rms_norm_eps", eps, "norm_eps"),
+        Field("tie_word_embeddings", tied, "tied_head"),
+        Dropout("attention_dropout"),
+    )
+
+
+_SILU = Field("hidden_act", "silu", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"})
+_ATTENTION_BIAS = Biases("attention_bias", False, ("qkv", "out"))
+
+LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    fields=(
+        *_fields(32000, 4096, 11008, 32, 32, None),
+        _SILU,
+        Field("head_dim", None, "head_dim"),
+        _ATTENTION_BIAS,
+        Biases("mlp_bias", False, ("mlp",)),
+    ),
+    constants=_CONSTANTS,
+    ignored_fields=frozenset({"pretraining_tp"}),
+    context=2048,
+    layers=Layers(),
+    modules={
+        "model.embed_tokens": "embedding",
+        "model.norm": "final_norm",
+        "lm_head": "lm_head",
+    },
+    layer="model.layers.{}",
+    layer_modules={**_ATTENTION, **_MLP, **_NORMS_BEFORE},
+    ignored_tensors=r"\.rotary_emb\.inv_freq$",
+)
+
+
+def _from_layer(content: Mapping[str, Any], count: int) -> list[str]:
+    """Windows from layer `max_window_layers` on, as in Qwen."""
+    first = content.get("max_window_layers", 28)
+    return [WINDOWED if layer >= first else FULL for layer in range(count)]
+
+
+def _pattern(every: int) -> Any:
+    """All but every n-th layer have a window."""
+
+    def types(content: Mapping[str, Any], count: int) -> list[str]:
+        period = content.get("sliding_window_pattern", every)
+        return [WINDOWED if (layer + 1) % period else FULL for layer in range(count)]
+
+    return types
+
+
+def _alternating(content: Mapping[str, Any], count: int) -> list[str]:
+    return [FULL if layer % 2 else WINDOWED for layer in range(count)]
+
+
+_QWEN_LAYERS = Layers(has_window=True, window=4096, has_switch=True, types=_from_layer)
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fields=(
+        *_fields(151936, 4096, 22016, 32, 32, 32),
+        _SILU,
+        Fixed("use_mrope", None, None, (False,)),
+    ),
+    biases=("qkv",),
+    ignored_fields=frozenset(),
+    context=32768,
+    layers=_QWEN_LAYERS,
+)
+
+QWEN3 = dataclasses.replace(
+    QWEN2,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fields=(*QWEN2.fields, Field("head_dim", 128, "head_dim"), _ATTENTION_BIAS),
+    constants={**_CONSTANTS, "qk_norm": "head"},
+    biases=(),
+    layer_modules={**LLAMA.layer_modules, **_QK_NORM},
+)
+
+OLMO2 = dataclasses.replace(
+    LLAMA,
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    fields=(*_fields(50304, 4096, 11008, 32, 32, None, eps=1e-5), _SILU, _ATTENTION_BIAS),
+    constants={**_CONSTANTS, "norm_order": "post", "qk_norm": "full"},
+    ignored_fields=frozenset(),
+    layer_modules={**_ATTENTION, **_MLP, **_QK_NORM, **_NORMS_AFTER},
+)
+
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    layers=Layers(
+        theta=500_000.0,
+        local_theta=500_000.0,
+        has_window=True,
+        window=4096,
+        types=_pattern(4),
+    ),
+)
+
+_GEMMA_FIELDS = (
+    Field(
+        "hidden_activation",
+        "gelu_pytorch_tanh",
+        "mlp",
+        {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"},
+    ),
+    Field("head_dim", 256, "head_dim"),
+    _ATTENTION_BIAS,
+    Fixed("use_bidirectional_attention", None, None, (False,)),
+)
+
+GEMMA2 = Architecture(
+    name="Gemma2ForCausalLM",
+    model_type="gemma2",
+    fields=(
+        *_fields(256000, 2304, 9216, 26, 8, 4, tied=True),
+        *_GEMMA_FIELDS,
+        Field("final_logit_softcapping", 30.0, "logit_softcap"),
+    ),
+    constants={"norm": "rms_offset", "norm_order": "sandwich", "embedding_norm": False},
+    has_scaled_embedding=True,
+    # transformers reads hidden_activation alone.
+    ignored_fields=frozenset({"hidden_act", "cache_implementation"}),
+    context=8192,
+    layers=Layers(
+        has_window=True, window=4096, types=_alternating,
+        score_width=256, has_softcap=True, softcap=50.0,
+    ),
+    modules=LLAMA.modules,
+    layer="model.layers.{}",
+    layer_modules={**_ATTENTION, **_MLP, **_NORMS_AROUND},
+    ignored_tensors=LLAMA.ignored_tensors,
+)  # fmt: skip
+
+GEMMA3 = dataclasses.replace(
+    GEMMA2,
+    name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    fields=(
+        *_fields(262_208, 2304, 9216, 26, 8, 4, tied=True),
+        *_GEMMA_FIELDS,
+        Field("final_logit_softcapping", None, "logit_softcap"),
+    ),
+    constants={**GEMMA2.constants, "qk_norm": "head"},
+    # Its code reads attn_logit_softcapping nowhere.
+    ignored_fields=GEMMA2.ignored_fields | {"attn_logit_softcapping"},
+    context=131_072,
+    layers=Layers(
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+        has_window=True,
+        window=4096,
+        types=_pattern(6),
+        score_width=256,
+    ),
+    layer_modules={**GEMMA2.layer_modules, **_QK_NORM},
+)
+
+SMOLLM3 = dataclasses.replace(
+    LLAMA,
+    name="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    fields=(
+        *_fields(128256, 2048, 11008, 36, 16, 4, tied=True),
+        _SILU,
+        _ATTENTION_BIAS,
+        Biases("mlp_bias", False, ("mlp",)),
+    ),
+    context=32768,
+    layers=Layers(
+        theta=2_000_000.0,
+        has_window=True,
+        has_switch=True,
+        types=lambda _, count: [FULL] * count,
+        has_unrotated=True,
+    ),
+)
+
+STARCODER2 = dataclasses.replace(
+    LLAMA,
+    name="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    fields=(
+        *(one for one in _fields(49152, 3072, 12288, 30, 24, 2, tied=True)
+          if one.name != "rms_norm_eps"),
+        Field("norm_epsilon", 1e-5, "norm_eps"),
+        Field("hidden_act", "gelu_pytorch_tanh", "mlp", GELUS),
+        Biases("use_bias", True, ("qkv", "out", "mlp")),
+        Dropout("residual_dropout"),
+        Dropout("embedding_dropout"),
+    ),
+    constants={"embedding_norm": False},
+    biases=("norms",),
+    # The first code of it had these, that of transformers reads none of them.
+    ignored_fields=frozenset(
+        {
+            *("activation_function", "mlp_type", "norm_type", "scale_attn_weights"),
+            *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        }
+    ),
+    context=4096,
+    layers=Layers(has_window=True),
+    layer_modules={
+        **_ATTENTION, **_NORMS_BEFORE, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.out",
+    },
+)  # fmt: skip

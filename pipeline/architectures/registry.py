@@ -1,0 +1,37 @@
+"""The tables of all architectures."""
+
+from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.pipeline.architectures.architecture import Architecture
+from longhaul.pipeline.architectures.gpt2 import GPT2
+from longhaul.pipeline.architectures.gpt_neox import GPT_NEOX
+from longhaul.pipeline.architectures.llama import (
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    OLMO2,
+    OLMO3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+    STARCODER2,
+)
+
+ARCHITECTURES = {
+    one.model_type: one
+    for one in (
+        GPT2,
+        *(LLAMA, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA2, GEMMA3, SMOLLM3, GPT_NEOX, STARCODER2),
+    )
+}
+"""By the `model_type` of config.json."""
+
+
+def architecture_of(model: LanguageModelConfig) -> Architecture | None:
+    """The first architecture that expresses a model."""
+    for one in ARCHITECTURES.values():
+        try:
+            one.config_of(model)
+        except ValueError:
+            continue
+        return one
+    return None

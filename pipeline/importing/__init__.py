@@ -1,0 +1,1 @@
+"""Makes runs of models that others have trained."""

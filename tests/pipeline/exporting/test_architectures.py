@@ -1,0 +1,357 @@
+"""Models that are exported as an architecture of transformers, loaded without remote code."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from longhaul.configs import RunConfig, load_run_config, to_yaml
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.progress import Progress
+from longhaul.pipeline.architectures.architecture import canonical
+from longhaul.pipeline.architectures.registry import ARCHITECTURES, architecture_of
+from longhaul.pipeline.checkpoints.store import CheckpointStore
+from longhaul.pipeline.exporting import transformers_check
+from longhaul.pipeline.exporting.folder import export
+from longhaul.pipeline.exporting.weights import SavedRows, saved_tensors, write_shards
+from longhaul.pipeline.runs.exported import exported_model, exported_weights
+from longhaul.pipeline.runs.initial_weights import load_initial_weights
+from longhaul.pipeline.runs.loaded_model import load_model
+
+NEOX: dict[str, Any] = {"embedding_norm": False, "parallel_residual": True, "biases": True}
+NEOX_FIELDS: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "hidden_act": "gelu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def base(make_run: Callable[[int], Any]) -> RunConfig:
+    return load_run_config(make_run(1).path / "small.yaml")
+
+
+def model_config(kind: str = "softmax", options: Any = None, **others: Any) -> LanguageModelConfig:
+    attention = attention_config(kind)(**(options or {}))
+    sizes = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 320}
+    return LanguageModelConfig(attention=attention, **{**sizes, **NEOX, **others})
+
+
+def disturbed(model: Any) -> Any:
+    """The model with weights so large, and norms so far from 1, that errors show."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(
+                0.2 * torch.randn_like(parameter)
+                if parameter.ndim > 1
+                else parameter + 0.2 * torch.randn_like(parameter)
+            )
+    return model.eval()
+
+
+def write_run(folder: Path, base: RunConfig, model: LanguageModel) -> Path:
+    """A run folder with one checkpoint, as training leaves it."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(dataclasses.replace(base, model=model.config)))
+    store = CheckpointStore(folder / "checkpoints", keep_last=1)
+    progress = dataclasses.asdict(Progress(step=3, tokens=1536))
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    store.start(3, tensors, {"progress": progress, "shards_sha256": ""})
+    store.wait()
+    return folder
+
+
+def tokens(T: int = 40, B: int = 2, most: int = 256) -> Tensor:
+    return torch.randint(most, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def greedy(model: LanguageModel, prompt: Tensor, count: int) -> Tensor:
+    """The most likely tokens after a prompt, each from the whole text before it."""
+    text = prompt
+    for _ in range(count):
+        logits = model(text)[:, -1]
+        logits[:, 257:] = -torch.inf  # no token's rows
+        text = torch.cat([text, logits.argmax(dim=-1, keepdim=True)], dim=1)
+    return text
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPTNeoXForCausalLM": {
+        "options": {"rotary_base": 3000.0, "rotary_share": 0.5},
+        "parallel_residual": False,
+        "tied_head": True,
+    },
+    "LlamaForCausalLM": {
+        "options": {"rotary_base": 500.0},
+        "parallel_residual": False,
+        "biases": False,
+        "norm": "rms",
+        "mlp": "swiglu",
+        "mlp_width": 48,
+        "kv_heads": 2,
+        "tied_head": False,
+    },
+    "GPT2LMHeadModel": {
+        "options": {"rotary": "none"},
+        "parallel_residual": False,
+        "learned_positions": 100,
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_architecture_computes_what_the_run_does(
+    base: RunConfig, tmp_path: Path, name: str
+) -> None:
+    config = model_config(**SHAPES[name])
+    model = disturbed(LanguageModel(config))
+    run = write_run(tmp_path / "run", base, model)
+    files = export(run, tmp_path / "new", shard_bytes=30_000)
+    assert not [file for file in files if file.suffix == ".py"]
+    assert len([file for file in files if file.suffix == ".safetensors"]) > 2
+    described = json.loads((tmp_path / "new" / "config.json").read_bytes())
+    assert described["architectures"] == [name]
+    assert "auto_map" not in described
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new", output_loading_info=True
+    )
+    assert type(loaded).__name__ == name
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    close(loaded.eval()(tokens()).logits, model(tokens()))
+    prompt = tokens(5)
+    found = loaded.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, greedy(model, prompt, 12))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert tokenizer("def f").input_ids == [256, *b"def f"]
+    card = (tmp_path / "new" / "README.md").read_text()
+    assert "trust_remote_code" not in card
+    # And in again, to the bit.
+    assert canonical(exported_model(tmp_path / "new")) == canonical(config)
+    again = exported_weights(tmp_path / "new")
+    assert again.keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again[name], weight), name
+    assert load_model(tmp_path / "new").encode("a").tolist() == [[256, 97]]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            model_config("alibi"),
+            "attention.kind: found alibi, wanted softmax in GPTNeoXForCausalLM",
+        ),
+        (model_config(embedding_norm=True), "model.embedding_norm: found True, wanted False in G"),
+        (
+            model_config(biases=False),
+            r"model.biases: found \[\], wanted \['mlp', 'norms'\] in GPTNeoX",
+        ),
+        (
+            model_config(options={"longest_document": 64}),
+            "model.attention.longest_document: found 64, wanted None in GPTNeoX",
+        ),
+        (
+            model_config(
+                layer_attention={"1": attention_config("softmax")(rotary_base=7.0)},
+            ),
+            "model.attention.rotary_base: found 7.0, wanted 10000.0 in GPTNeoX",
+        ),
+    ],
+)
+def test_what_no_architecture_expresses_brings_its_code(
+    config: LanguageModelConfig, message: str
+) -> None:
+    assert architecture_of(config) is None
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ARCHITECTURES["gpt_neox"].config_of(config)
+
+
+def test_any_model_can_bring_its_code(base: RunConfig, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", base, LanguageModel(model_config()))
+    export(run, tmp_path / "own", form="longhaul")
+    described = json.loads((tmp_path / "own" / "config.json").read_bytes())
+    assert described["architectures"] == ["LonghaulForCausalLM"]
+    assert exported_model(tmp_path / "own") == model_config()
+    # Both are what a run of the same config may begin with.
+    export(run, tmp_path / "standard")
+    for folder in ("own", "standard"):
+        load_initial_weights(LanguageModel(model_config()), str(tmp_path / folder))
+
+
+def test_an_export_that_transformers_reads_as_another_model_is_refused(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", base, disturbed(LanguageModel(model_config())))
+    load = transformers_check.load_architecture
+
+    def other(folder: Path) -> Any:
+        described = json.loads((folder / "config.json").read_bytes())
+        described["rope_parameters"]["rope_theta"] = 9000.0
+        (folder / "config.json").write_text(json.dumps(described))
+        return load(folder)
+
+    monkeypatch.setattr("longhaul.pipeline.exporting.check.load_architecture", other)
+    message = (
+        r"logits of the exported GPTNeoXForCausalLM that differ from the run's by \S+ for 64 t"
+    )
+    with pytest.raises(RuntimeError, match=message) as error:
+        export(run, tmp_path / "new")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(
+        "longhaul.pipeline.exporting.transformers_check.has_transformers", lambda: False
+    )
+    with pytest.raises(ValueError, match="transformers: found no version 5, wanted it, to check"):
+        export(run, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_rows_and_columns_of_what_two_ranks_have_written(tmp_path: Path) -> None:
+    whole = torch.randn(12, 5)
+    (tmp_path / "new").mkdir()
+    for name, parts in (
+        ("rows", [(whole[:7], [0, 0]), (whole[7:], [7, 0])]),
+        ("columns", [(whole[:, :2], [0, 0]), (whole[:, 2:], [0, 2])]),
+    ):
+        files = []
+        for rank, (part, offset) in enumerate(parts):
+            files.append(f"model-{rank:05d}-{name}.safetensors")
+            placed = json.dumps({"model/w": {"saved_offsets": offset}})
+            metadata = {"format": "pt", "DCP_SHARDING_INFO": placed}
+            save_file({"model/w": part.contiguous()}, tmp_path / files[-1], metadata)
+        tensor = saved_tensors(tmp_path, files, "model")["w"]
+        rows = SavedRows(tensor, ((4, 8), (0, 2), (10, None)))
+        columns = SavedRows(tensor, ((0, None),), is_transposed=True)
+        write_shards(tmp_path / "new", {"rows": rows, "columns": columns}, 1 << 20)
+        found = load_file(tmp_path / "new" / "model.safetensors")
+        assert torch.equal(found["rows"], torch.cat([whole[4:8], whole[:2], whole[10:]]))
+        assert torch.equal(found["columns"], whole.T)
+
+
+def saved(folder: Path, **fields: Any) -> GPTNeoXForCausalLM:
+    """A model that transformers has made and saved in several files."""
+    model = disturbed(GPTNeoXForCausalLM(GPTNeoXConfig(**{**NEOX_FIELDS, **fields})))
+    model.save_pretrained(folder, max_shard_size=30_000)
+    return model  # type: ignore[no-any-return]
+
+
+def describe(folder: Path, changes: Mapping[str, Any]) -> None:
+    described = json.loads((folder / "config.json").read_bytes()) | changes
+    left = {key: value for key, value in described.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(left))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tied", "parallel"), [(True, False), (False, True)])
+def test_a_folder_of_transformers_is_read(tmp_path: Path, tied: bool, parallel: bool) -> None:
+    theirs = saved(tmp_path, tie_word_embeddings=tied, use_parallel_residual=parallel)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    config = exported_model(tmp_path)
+    assert (config.tied_head, config.parallel_residual) == (tied, parallel)
+    model = LanguageModel(config).eval()
+    model.load_state_dict(exported_weights(tmp_path))
+    close(model(tokens(most=97)), theirs(tokens(most=97)).logits)
+    # As files before version 5 say it.
+    old = {"rope_parameters": ..., "rotary_emb_base": 5000, "rotary_pct": 0.5, "rope_scaling": None}
+    describe(tmp_path, old)
+    assert exported_model(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "silu"}, "hidden_act: found 'silu', wanted one of gelu_pytorch_tanh, gel"),
+        ({"layer_norm_eps": 0.0}, "model.norm_eps: found 0.0, wanted more than 0"),
+        ({"attention_bias": 1}, "attention_bias: found 1, wanted a valid boolean"),
+        ({"num_hidden_layers": 10**9}, "model.layers: found 1000000000, wanted"),
+        ({"head_dim": 8}, "head_dim: found 8, which no model of longhaul has; wanted no such f"),
+        ({"quantization_config": {}}, "quantization_config: found {}, which no model of longhaul"),
+        ({"auto_map": {}}, "auto_map: found {}, which no model of longhaul has"),
+        ({"hidden_size": "32"}, "hidden_size: found '32', wanted a valid integer"),
+        ({"hidden_size": 33}, "model.width: found 33, wanted a multiple of 2 x model.heads"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_parameters.rope_type: found 'dynamic', wanted one of default, linear, llama3, y",
+        ),
+        (
+            {"rope_parameters": NEOX_FIELDS["rope_parameters"] | {"mscale": 2.0}},
+            "rope_parameters.mscale: found 2.0, which no rotation of longhaul has",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "rope_parameters.factor: found none, wanted a number",
+        ),
+        (
+            {"rope_parameters": NEOX_FIELDS["rope_parameters"] | {"rope_theta": "high"}},
+            "rope_parameters.rope_theta: found 'high', wanted a valid number",
+        ),
+        (
+            {"model_type": "bloom"},
+            "model_type: found 'bloom', wanted one of longhaul, gpt2, llama",
+        ),
+    ],
+)
+def test_a_field_that_cannot_be_expressed_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    GPTNeoXConfig(**NEOX_FIELDS).save_pretrained(tmp_path)
+    describe(tmp_path, changes)
+    with pytest.raises(ValueError, match=message) as error:
+        exported_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    saved(tmp_path, tie_word_embeddings=True)
+    whole = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
+    (tmp_path / "model.safetensors.index.json").unlink()
+
+    def read_with(changes: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        tensors = {k: v for k, v in {**whole, **changes}.items() if v is not None}
+        save_file(tensors, tmp_path / "model.safetensors")
+        return exported_weights(tmp_path)
+
+    bias = "gpt_neox.layers.1.attention.dense.bias"
+    embedding = whole["gpt_neox.embed_in.weight"]
+    for changes, message in (
+        ({bias: None}, f"{bias}: found no such tensor, wanted that of GPTNeoXForCausalLM"),
+        ({"gpt_neox.more": torch.ones(2)}, "gpt_neox.more: found an unknown tensor of GPTNeoXF"),
+        ({bias: torch.ones(33)}, rf"{bias}: found shape \(33,\), wanted \(32,\) as in config.json"),
+        ({"embed_out.weight": embedding + 1}, "embed_out.weight: found another matrix than gpt_n"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            read_with(changes)
+        assert "\n" not in str(error.value)
+    wanted = read_with({})
+    ignored = {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4),
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": embedding.clone(),  # which is tied
+    }
+    found = read_with(ignored)
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
