@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import errno
 import functools
 import importlib
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import longhaul
+from longhaul.datamodules.files.atomic import FULL
 from longhaul.pipeline.terminal.output import message, plain_terminal
 
 # A command's module is imported only when it runs: torch and mlflow take seconds to import, and
@@ -178,17 +178,29 @@ def _summary() -> str:
 
 def _explained(error: OSError) -> str:
     """The message of an error; one of the system's own is a number and a name in brackets."""
-    if error.strerror is None:
-        return str(error)
-    if error.errno == errno.ENOSPC and error.filename is None:
-        return f"{error.strerror}: {_space_left()}"
-    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    told = error.strerror
+    if told is None:
+        told = str(error)
+    elif error.filename is not None:
+        told = f"{error.filename}: {told}"
+    # The cause of an error with a message of its own.
+    full = error.__cause__ if error.strerror is None else error
+    if isinstance(full, OSError) and full.errno in FULL and (free := _space_left(full.filename)):
+        return f"{told}: {free}"
+    return told
 
 
-def _space_left() -> str:
-    """Where a file may have been written, as nothing names it, and what is free there."""
+def _space_left(path: object) -> str:
+    """What is free where a file could not be written, and in what folder, a mounted one or below.
+
+    Where nothing names the file (None), in all folders in which it may have been.
+    """
+    folders = ["/dev/shm", tempfile.gettempdir(), os.getcwd()]
+    if isinstance(path, str | bytes):
+        whole = Path(os.path.abspath(os.fsdecode(path)))
+        folders = [next(str(folder) for folder in whole.parents if folder.is_dir())]
     free = []
-    for folder in ("/dev/shm", tempfile.gettempdir(), os.getcwd()):
+    for folder in folders:
         with suppress(OSError):
             free.append(f"{shutil.disk_usage(folder).free:,} bytes are free in {folder}")
     return ", ".join(free)

@@ -10,7 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
-from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.atomic import naming_the_full, write_atomically
 from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import Count, check_no_links, one_line, parse_json, shown
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
@@ -85,7 +85,8 @@ def prepare_shards(
     check_destination(folder, {PROGRESS_NAME, UNITS_NAME})
     check_no_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / PROGRESS_NAME).open("a+b") as file:
+    progress_file = folder / PROGRESS_NAME
+    with naming_the_full(progress_file), progress_file.open("a+b") as file:
         if not lock(file.fileno()):
             raise ValueError(f"{folder}: another preparation is writing into it")
         shards, cursor = _read_progress(file, folder, template, source.version)

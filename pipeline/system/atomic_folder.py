@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longhaul.datamodules.files.atomic import flush
+from longhaul.datamodules.files.atomic import flush, naming_the_full
 from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import open_to_write, read_regular, sha256_of, shown
 
@@ -71,7 +71,8 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
 
     Raises:
         OSError: the folder cannot be written, another process is writing it, something was put
-            into the target in the meantime, or a link has the name of the temporary folder.
+            into the target in the meantime, or a link has the name of the temporary folder. That of
+            a full disk names the target.
     """
     temporary = target.with_name(f".{target.name}.unfinished")
     with suppress(FileExistsError):
@@ -81,7 +82,7 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
         found = f"a link to {shown(os.readlink(temporary))}" if temporary.is_symlink() else "a file"
         raise OSError(f"{temporary}: found {found}, wanted a folder or nothing; remove it")
     locked = temporary / ".lock"
-    with open(open_to_write(locked, os.O_WRONLY), "w") as file:
+    with naming_the_full(target), open(open_to_write(locked, os.O_WRONLY), "w") as file:
         if not lock(file.fileno()):
             raise OSError(f"{target}: found another process writing it, wanted one at a time")
         try:

@@ -246,6 +246,27 @@ def test_a_full_device_without_a_path_says_where_space_is_left(
     assert told.endswith(f"{len(str(tmp_path))} bytes are free in {tmp_path}\n")
 
 
+@pytest.mark.parametrize("name", ["new.unit", "gone/new.unit"])
+@pytest.mark.parametrize("has_message", [False, True])
+def test_a_full_device_with_a_path_says_what_is_left_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path, name: str, has_message: bool
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=len(folder)))
+    path = tmp_path / name
+
+    def full(arguments: object) -> int:
+        cause = OSError(errno.ENOSPC, "No space left on device", str(path))
+        if has_message:
+            raise OSError(f"{path} cannot be written: {cause.strerror}") from cause
+        raise cause
+
+    monkeypatch.setattr("longhaul.pipeline.cli._run", full)
+    assert main(["train"]) == 1
+    what = f"{path} cannot be written" if has_message else path
+    free = f"{len(str(tmp_path))} bytes are free in {tmp_path}"
+    assert capsys.readouterr().err == f"longhaul: {what}: No space left on device: {free}\n"
+
+
 def test_too_few_open_files_are_refused_before_anything_is_opened(
     monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:

@@ -21,8 +21,23 @@ def test_a_full_disk_leaves_the_old_file_alone_and_names_it(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="DONE cannot be written: No space left on device"):
         write_atomically(file, "after")
+    with pytest.raises(OSError, match="No space left on device: ") as caught, whole_file(file):
+        pass
+    assert caught.value.filename == str(file)
     assert [path.name for path in tmp_path.iterdir()] == ["DONE"]
     assert file.read_text() == "before"
+
+
+def test_what_closing_a_file_cannot_write_names_it(tmp_path: Path) -> None:
+    def write_to_a_full_disk() -> None:
+        with whole_file(tmp_path / "DONE") as file, open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), file.fileno())
+            file.write(b"after")
+
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_to_a_full_disk()
+    assert caught.value.filename == str(tmp_path / "DONE")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
