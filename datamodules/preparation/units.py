@@ -190,7 +190,7 @@ def _write_shards(job: Job, units: Mapping[str, Unit]) -> list[Manifest]:
         packed = {
             name: PackedUnits(paths, name == "validation", job.packing) for name in job.splits
         }
-        _check_lengths(job, packed)
+        _check_lengths(job, units, packed)
         manifests = []
         before = 0
         for name, folder in job.splits.items():
@@ -215,7 +215,7 @@ def _write_shards(job: Job, units: Mapping[str, Unit]) -> list[Manifest]:
     return manifests
 
 
-def _check_lengths(job: Job, packed: Mapping[str, PackedUnits]) -> None:
+def _check_lengths(job: Job, units: Mapping[str, Unit], packed: Mapping[str, PackedUnits]) -> None:
     """Raise where a split does not fill a block. Validation is named first, which is smaller."""
     size = job.packing.block_tokens
     for name, folder in reversed(job.splits.items()):
@@ -224,16 +224,45 @@ def _check_lengths(job: Job, packed: Mapping[str, PackedUnits]) -> None:
             continue
         _remove(job)
         if not tokens:
-            others = sum(one.tokens for one in packed.values())
-            why = "none falls to it (--validation-fraction)" if others else "all are empty"
-            raise ValueError(f"{folder}: found no text for it, wanted some: of the texts {why}")
+            raise ValueError(_without_text(job, units, packed, name))
         # The largest power of two that fits: many contexts divide it.
         shorter = 1 << (tokens.bit_length() - 1)
         fraction = ", --validation-fraction" if job.validation_fraction else ""
         raise ValueError(
-            f"{folder}: the source has {tokens} tokens, less than one block of {size}; wanted a "
+            f"{folder}: found {tokens} tokens for it, less than one block of {size}; wanted a "
             f"larger source or shorter blocks (--doc-tokens {shorter}{fraction})"
         )
+
+
+def _without_text(
+    job: Job, units: Mapping[str, Unit], packed: Mapping[str, PackedUnits], name: str
+) -> str:
+    """Why no token is left for a split, or for that of training if it has none either."""
+    name = name if packed["train"].tokens else "train"
+    if not any(one.tokens or one.dropped for one in packed.values()):
+        files, first = int(job.source["files"]), [unit.name for unit in units.values()][:1]
+        source = first[0] if first else str(job.destination)
+        more = f" and {files - 1:,} more" if files > 1 else ""
+        empty = any(one.empty_texts for one in packed.values())
+        why = "all texts in it are empty" if empty else "there is no record in it"
+        return f"{source}{more}: found no text, wanted some: {why}"
+    one = packed[name]
+    without = "; --validation-fraction 0 prepares without it" if name == "validation" else ""
+    if one.dropped:
+        packing = job.packing
+        reasons = {
+            "min_tokens": f"shorter than --min-tokens {packing.min_tokens}",
+            "max_tokens": f"longer than --max-tokens {packing.max_tokens}",
+            "drop": f"longer than a block of {packing.block_tokens} (--long drop)",
+        }
+        counts = {reasons[reason]: lost.documents for reason, lost in one.dropped.items()}
+        if one.empty_texts:
+            counts["empty"] = one.empty_texts
+        why = ", ".join(f"{count:,} are {reason}" for reason, count in counts.items())
+        why = f"of its {sum(counts.values()):,} texts {why}"
+    else:
+        why = "of the texts none falls to it (--validation-fraction)"
+    return f"{job.splits[name]}: found no text for it, wanted some: {why}{without}"
 
 
 def _remove(job: Job) -> None:

@@ -373,7 +373,7 @@ def write_bad(kind: str, path: Path) -> Path:
         ("long line", r"a.jsonl.gz:1: found a line of more than 0 MiB, wanted shorter texts"),
         ("damaged parquet", r"a.parquet: not readable as parquet, .*Couldn't deserialize thrift"),
         ("binary", r"a.txt: found a binary file"),
-        ("too short", r"the source has 3 tokens, less than one block of 4; wanted"),
+        ("too short", r"out: found 3 tokens for it, less than one block of 4; wanted a larger"),
     ],
 )
 def test_a_bad_source_is_named_in_one_line(
@@ -384,6 +384,82 @@ def test_a_bad_source_is_named_in_one_line(
     with pytest.raises(ValueError, match=message) as caught:
         prepare([source], tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.txt", "", "all texts in it are empty"),
+        ("a.txt", "\ufeff", "all texts in it are empty"),
+        ("a.jsonl", '{"text": ""}\n{"text": null}\n', "all texts in it are empty"),
+        ("a.jsonl", "", "there is no record in it"),
+        ("a.parquet", [], "there is no record in it"),
+        ("a.parquet", [None, None], "all texts in it are empty"),
+    ],
+)
+@pytest.mark.parametrize("fraction", [0, 0.05])
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_source_without_text_is_named(
+    tmp_path: Path, name: str, content: str | list[None], why: str, fraction: float, files: int
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(files):
+        path = folder / f"{number}{name}"
+        if isinstance(content, str):
+            path.write_text(content)
+        else:
+            column = pyarrow.array(content, pyarrow.string())
+            pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+    more = " and 2 more" if files > 1 else ""
+    message = rf"^\d{name}{more}: found no text, wanted some: {why}$"
+    with pytest.raises(ValueError, match=message):
+        prepare([folder], tmp_path / "out", validation_fraction=fraction)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "fraction", "message"),
+    [
+        ([9, 5], {"min_tokens": 99}, 0.5, "train: .* of its 2 texts 2 are shorter than --min-tok"),
+        (
+            [9, 5],
+            {"min_tokens": 99},
+            0,
+            "out: .* of its 2 texts 2 are shorter than --min-tokens 99$",
+        ),
+        ([9, 5], {"max_tokens": 2}, 0, "of its 2 texts 2 are longer than --max-tokens 2$"),
+        ([99, 0, 3], {"long": "drop", "min_tokens": 4}, 0, "1 are shorter .* 4, 1 are longer than"),
+        ([99, 0, 3], {"long": "drop", "min_tokens": 4}, 0, r"block of 8 \(.*drop\), 1 are empty$"),
+        (
+            [60, 0],
+            {"min_tokens": 20},
+            0.1,
+            "validation: .* of its 2 texts 1 are shorter than --min-tokens 20, 1 are empty; "
+            "--validation-fraction 0 prepares without it$",
+        ),
+        (
+            [6],
+            {},
+            0.05,
+            r"validation: .*: of the texts none falls to it \(--validation-fraction\); "
+            "--validation-fraction 0 prepares without it$",
+        ),
+        ([20], {}, 0.05, r"out/validation: found 2 tokens for it, less than one block of 8; want"),
+    ],
+)
+def test_a_part_that_options_leave_without_text_says_which(
+    tmp_path: Path, texts: list[int], options: dict, fraction: float, message: str
+) -> None:
+    for number, length in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text("x" * length)
+    files = open_sources([str(path) for path in sorted(tmp_path.iterdir())])
+    tokenizer, packing = build_tokenizer("bytes"), Packing(8, **options)
+    with pytest.raises(ValueError, match=message):
+        prepare_text(
+            files, tmp_path / "out", tokenizer, packing=packing, validation_fraction=fraction
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_another_version_began_is_not_continued(tmp_path: Path) -> None:
