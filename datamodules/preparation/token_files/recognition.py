@@ -166,7 +166,9 @@ def _in_file(name: str, path: Path, options: Options) -> Iterator[tuple[str, Ite
     if head.startswith((megatron.MAGIC, megatron.OLD_MAGIC)) or (path == tokens and index.exists()):
         if not tokens.exists():
             raise ValueError(f"{path}: found no {tokens.name} beside it, wanted its tokens")
-        name = name.removesuffix(path.name) + tokens.name
+        # It may be that of the prefix, or of the .idx.
+        folder, slash, _ = name.rpartition("/")
+        name = f"{folder}{slash}{tokens.name}"
         yield "Megatron", megatron.open_megatron(name, tokens, index, options.raw)
     elif headed.is_llmc(head):
         yield "llm.c", headed.open_llmc(name, path)

@@ -258,6 +258,17 @@ def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
 
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
+def test_a_megatron_document_has_the_name_of_its_bin_however_it_is_given(
+    tmp_path: Path, ending: str
+) -> None:
+    source = foreign(f"megatron/short_text_document{ending}")(tmp_path)
+    names = [document.name for document in open_token_files([source], TOKENIZER).documents()]
+    assert names[0] == "short_text_document.bin#1"
+    folder = [document.name for document in open_token_files([tmp_path], TOKENIZER).documents()]
+    assert any(name.endswith("megatron/short_text_document.bin#1") for name in folder)
+
+
 SHORT, INDEX = "short_text_document.bin", "short_text_document.idx"
 MEGATRON = foreign("megatron/short_text_document.bin")
 DAMAGED = {
