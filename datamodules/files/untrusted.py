@@ -272,7 +272,9 @@ def _violation(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
-        return f"found no JSON, wanted JSON: {one_line(context.get('error', first['msg']))}"
+        why = one_line(context.get("error", first["msg"]))
+        why = why.replace("EOF while parsing", "it ends within", 1)
+        return f"found no JSON, {why if first['input'] else 'it is empty'}; wanted JSON"
     if kind == "missing":
         return "found nothing, wanted a value"
     if kind == "value_error":

@@ -212,10 +212,16 @@ def test_a_bad_manifest_is_refused_in_one_line(make_shards, tmp_path: Path) -> N
         ('"documents": 3', f'"documents": 1{"0" * 30}', "shards.0.documents: found 10+, wanted "),
         ('"document_tokens": 64', f'"document_tokens": 1{"0" * 30}', "document_tokens: found 10+,"),
         ('"documents": 3', f'"documents": {1 << 60}', "shards: found [0-9]+ tokens in all, want"),
-        ('"blocks": 10', f'"blocks": {"[" * 10_000}', "wanted JSON: recursion limit"),
+        (
+            '"blocks": 10',
+            f'"blocks": {"[" * 10_000}',
+            "found no JSON, recursion limit .*; wanted JSON",
+        ),
         ('"shards"', '"other"', "shards: found nothing, wanted a value"),
         ('"shards"', '"shards": [], "other"', r"shards: found \[\], wanted at least 1 item"),
-        ("{", "", "found no JSON, wanted JSON"),
+        ("{", "", "found no JSON, .*; wanted JSON"),
+        (good, good[:1], "found no JSON, it ends within an object at line 1 column 1; wanted JSON"),
+        (good, "", "found no JSON, it is empty; wanted JSON"),
     ):
         assert old in good
         bad.write_text(good.replace(old, new, 1))

@@ -18,6 +18,14 @@ MOST_TEXT_BYTES = 64 << 20
 
 _COUNTED_BYTES = 1 << 20
 
+_TYPES = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
+
 # No number of a record is used, and Python refuses to convert those of 4,300 digits and more.
 _decode = json.JSONDecoder(parse_int=len).decode
 
@@ -99,13 +107,25 @@ def json_text(content: bytes, where: str, key: str) -> str:
         record = _decode(content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
     except RecursionError:
         raise ValueError(f"{where}: not JSON that can be read, nested too deeply") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{where}: not UTF-8, {error.reason} 0x{byte:02x}") from None
+    except json.JSONDecodeError as error:
+        # A line has no lines; the member of a tar may have some.
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        place = f"{line}column {error.colno}"
+        raise ValueError(f"{where}: not JSON, {one_line(error.msg)} at {place}") from None
     except ValueError as error:
         raise ValueError(f"{where}: not JSON, {one_line(error)}") from None
     if isinstance(record, list):
         raise ValueError(f"{where}: found a JSON array, wanted one object with `{key}` a line")
     path = path_of(record, key)
     text = None if path is None else value_at(record, path)
-    if path is None or not isinstance(text, str | None):
+    if path is not None and not isinstance(text, str | None):
+        raise ValueError(
+            f"{where}: `{key}` is {_TYPES[type(text)]}, wanted a string; {found_keys(record)}"
+        )
+    if path is None:
         raise ValueError(
             f"{where}: no `{key}`, wanted an object with a string of that name, "
             f"{found_keys(record)}"

@@ -189,6 +189,9 @@ def _column(path: Path, schema: Any, key: str) -> list[str]:
     """The names of the column and the fields in it that lead to the texts."""
     tree = _tree(schema)
     names = path_of(tree, key)
+    if names is None and (times := schema.names.count(key)) > 1:
+        others = f"; {found_keys(tree)}" if tree else ""
+        raise ValueError(f"{path}: found {times} columns `{key}`, wanted one{others}")
     if names is None:
         raise ValueError(
             f"{path}: columns {shown(schema.names)}, wanted a `{key}`, once; {found_keys(tree)}"

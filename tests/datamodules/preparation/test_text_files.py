@@ -250,10 +250,19 @@ def test_a_page_and_one_object_are_texts_where_the_name_says_nothing_else(tmp_pa
         (b"null", "no `text`, wanted an object with a string of that name, found no key"),
         (
             b'{"text": 1, "id": {}}',
-            "no `text`, wanted an object .*, found text, id; --text-key nam",
+            "`text` is a number, wanted a string; found text, id; --text-key names",
+        ),
+        (b'{"text": 1.5}', "`text` is a number, wanted a string; found text; --text-key names"),
+        (b'{"text": false}', "`text` is true or false, wanted a string; found text"),
+        (b'{"text": ["a"]}', "`text` is an array, wanted a string; found text"),
+        (b'{"text": {"a": "b"}}', r"`text` is an object, wanted a string; found text\.a; "),
+        (
+            b'{"body": 1, "id": {}}',
+            "no `text`, wanted an object .*, found body, id; --text-key nam",
         ),
         (b'{"text": "\\ud83d"}', "`text`: found '.ud83d', half of a surrogate pair"),
-        (b'{"text": "\xff"}', "not JSON, 'utf-8' codec can't decode byte 0xff"),
+        (b'{"text": "\xff"}', "not UTF-8, invalid start byte 0xff$"),
+        (b'{"text": "a",, }', "not JSON, [^:]* at column 1[0-9]$"),
     ],
 )
 def test_odd_lines_of_json(tmp_path: Path, line: bytes, text: str) -> None:
@@ -288,7 +297,10 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         writer.write_table(table)
     for name in ("a.parquet", "a.arrow"):
         message = refused(tmp_path / name)
-        assert "columns ['text', 'text', 'other'], wanted a `text`, once; found other" in message
+        assert f"{name}: found 2 columns `text`, wanted one; found other; --text-key" in message
+    only = pyarrow.Table.from_arrays([column, column], names=["text", "text"])
+    pyarrow.parquet.write_table(only, tmp_path / "only.parquet")
+    assert refused(tmp_path / "only.parquet").endswith(": found 2 columns `text`, wanted one")
 
 
 @pytest.mark.parametrize("kind", COLUMNS)

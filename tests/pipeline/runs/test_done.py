@@ -19,7 +19,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "found no JSON"),
+        ("", "found no JSON, it is empty; wanted JSON"),
         ("[3, 512, true]", "found .3, 512, True., wanted an object"),
         ('{"step": 3, "tokens": 512}', "is_tracked: found nothing, wanted a value"),
         ('{"step": "3", "tokens": 512, "is_tracked": true}', "step: found '3', wanted a valid int"),
