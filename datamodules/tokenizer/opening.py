@@ -1,5 +1,7 @@
 """Which tokenizer a name, a path or a URL means. What a file holds is told from its content."""
 
+import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +63,7 @@ def build_tokenizer(
         files = [file for name in _FILES for file in sorted(path.glob(name))]
         path = files[0] if files else path
     if not path.is_file():
-        raise ValueError(
-            f"tokenizer: found {name_or_path!r}, wanted {', '.join(BUILT_IN)}, "
-            f"or the path of a {_LAYOUTS}"
-        )
+        raise ValueError(f"tokenizer: {_found_none(name_or_path)}")
     for settings in map(path.with_name, _SETTINGS):
         if settings.is_file():
             found = parse_json(_Settings, read_regular(settings, _MOST_SETTINGS_BYTES), settings)
@@ -73,6 +72,20 @@ def build_tokenizer(
     content = read_regular(path, _MOST_BYTES)
     known = pattern_in(path.name) if pattern is None else pattern
     return _tokenizer_of(content, str(path), bos=bos, eos=eos, pattern=known)
+
+
+def _found_none(name_or_path: str) -> str:
+    """Why no tokenizer is at a path, or what a name may be meant to be."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        wanted = f"wanted {', '.join(_FILES[:-1])} or {_FILES[-1]} in it"
+        return f"found {name_or_path!r}, a folder without a tokenizer, {wanted}"
+    wanted = f"wanted {', '.join(BUILT_IN)}, or the path of a {_LAYOUTS}"
+    if near := difflib.get_close_matches(name_or_path.lower(), BUILT_IN, n=1):
+        return f"found {name_or_path!r}, {wanted}; the nearest is {near[0]}"
+    if os.sep in name_or_path or path.suffix:
+        return f"found {name_or_path!r}, no such file, {wanted}"
+    return f"found {name_or_path!r}, {wanted}"
 
 
 def read_tokenizer(url: str, name: str, *, bos: int, eos: int) -> FileTokenizer:

@@ -129,10 +129,22 @@ def test_special_ids_come_from_the_file(tokenizer_json: Path) -> None:
 
 
 def test_an_unknown_or_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="tokenizer: found 'gpt3', wanted bytes, gpt2, longcrawl64"
+    names = "wanted bytes, gpt2, longcrawl64, or the path of a tokenizer.json, .* ranks"
+    for found, message in (
+        ("gpt3", f"'gpt3', {names}; the nearest is gpt2$"),
+        ("gpt-2", f"'gpt-2', {names}; the nearest is gpt2$"),
+        ("byte", f"'byte', {names}; the nearest is bytes$"),
+        ("llama", f"'llama', {names}$"),
+        ("nosuch.json", f"'nosuch.json', no such file, {names}$"),
+        ("no/such", f"'no/such', no such file, {names}$"),
+        (
+            str(tmp_path),
+            rf"'{tmp_path}', a folder without a tokenizer, wanted tokenizer.json, tokenizer.model "
+            r"or \*.tiktoken in it$",
+        ),
     ):
-        build_tokenizer("gpt3")
+        with pytest.raises(ValueError, match=f"^tokenizer: found {message}"):
+            build_tokenizer(found)
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match=f"^{path}: not a tokenizer.json"):
