@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from longhaul.datamodules.files.untrusted import check_regular, shown
+from longhaul.datamodules.preparation.compression import COMPRESSIONS
 from longhaul.datamodules.preparation.formats import Text, UnreadableError, content_of, texts_of
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 from longhaul.datamodules.preparation.text_files.saved_datasets import is_saved, names_to_read
@@ -20,6 +21,7 @@ STANDARD_LIBRARY = "stdlib"
 
 _log = logging.getLogger(__name__)
 _NAMED = 5
+_TEXT_TABLES = (".csv", ".tsv")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def open_sources(
         raise ValueError(f"{', '.join(sources)}: no text in it")
     # The names of two sources may be equal.
     once = sorted(_each_once(found), key=_order)
+    _warn_of_tables(once)
     return SourceFiles(description, tuple((one.name, one.path) for one in once), text_key)
 
 
@@ -243,6 +246,23 @@ def _warn(left_out: list[_Found], what: str) -> None:
     if left_out:
         names = _names([str(each.path) for each in left_out])
         _log.warning("%d %s are left out: %s", len(left_out), what, names)
+
+
+def _warn_of_tables(files: list[_Found]) -> None:
+    """Tell of tables whose rows are read as if they were prose."""
+    tables = [
+        one for one in files if one.name.lower().removesuffix(_ending(one)).endswith(_TEXT_TABLES)
+    ]
+    if tables := [one for one in tables if content_of(one.path).kind == "text"]:
+        _log.warning(
+            "%d files of rows are read as plain text, each as one text with its commas or tabs: "
+            "%s; Parquet or JSON lines have a text a row",
+            *(len(tables), _names([str(one.path) for one in tables])),
+        )
+
+
+def _ending(file: _Found) -> str:
+    return next((c.ending for c in COMPRESSIONS if file.name.lower().endswith(c.ending)), "")
 
 
 def _names(names: list[str]) -> str:

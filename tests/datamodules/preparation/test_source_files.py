@@ -1,4 +1,6 @@
+import gzip
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,22 @@ def test_a_folder_that_cannot_be_listed_ends_the_preparation(
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(PermissionError, match="closed"):
         names(tmp_path)
+
+
+def test_tables_that_are_read_as_prose_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.txt", "b.csv.txt"):
+        (tmp_path / name).write_text("a,b\n")
+    assert len(names(tmp_path)) == 2
+    assert not caplog.messages
+    (tmp_path / "c.csv").write_text("text,id\na,1\n")
+    (tmp_path / "d.TSV.gz").write_bytes(gzip.compress(b"text\tid\n"))
+    (tmp_path / "e.csv").write_text('{"text": "a"}\n{"text": "b"}\n')  # JSON lines by their bytes
+    assert len(names(tmp_path)) == 5
+    (warning,) = caplog.messages
+    assert warning.startswith("2 files of rows are read as plain text, each as one text with its ")
+    assert re.search(r": '[^,]*/c.csv', '[^,]*/d.TSV.gz'; Parquet or JSON lines have", warning)
 
 
 def test_files_that_are_left_out_are_named(
