@@ -27,11 +27,13 @@ from longhaul.datamodules.tokenizer import (
 )
 from longhaul.datamodules.urls import MissingInputError, at_home, is_remote, local_path
 
+SOURCES_NAME = "sources.json"
+"""The file in the folder of a record that names several sources, with their weights."""
+
 # What two records of the same data have in common, beside the fingerprint.
 _IDS = ("tokenizer_sha256", "vocab_size", "bos_id")
 _SAME = (*_IDS, "eot_id", "document_tokens", "dtype")
 _SHOWN_DIGITS = 12
-_RECORD_NAME = "sources.json"
 _MOST_RECORD_BYTES = 16 << 20
 
 
@@ -283,7 +285,7 @@ class Corpus:
         if self.has_names:
             stages = [one._asdict() for one in self.stages]
             content = json.dumps({"sources": self.names, "stages": stages}, indent=1)
-            write_atomically(folder / _RECORD_NAME, content + "\n")
+            write_atomically(folder / SOURCES_NAME, content + "\n")
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ def load_record(folder: Path) -> Corpus:
         OSError: it cannot be read; FileNotFoundError: there is none.
         ValueError: it is damaged.
     """
-    file = folder / _RECORD_NAME
+    file = folder / SOURCES_NAME
     try:
         content = read_regular(file, _MOST_RECORD_BYTES)
     except FileNotFoundError:

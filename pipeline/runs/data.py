@@ -7,13 +7,13 @@ one holds the tokenizer too, if that is a file, and the weights of several sourc
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig, ManifestKey, key_of
-from longhaul.datamodules.corpus import Corpus, corpus_of, find_corpora, load_record
-from longhaul.datamodules.mixture import MixtureOrder, Order
+from longhaul.datamodules.corpus import SOURCES_NAME, Corpus, corpus_of, find_corpora, load_record
+from longhaul.datamodules.mixture import MixtureOrder, Order, Stage
 from longhaul.datamodules.urls import at_home, is_remote
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
@@ -182,9 +182,11 @@ def _check_weights(
         have, had = (_shown_weights(one.stages[0].weights) for one in (now, recorded))
         difference = f"found weights {have}, wanted {had}"
         if have == had:
-            difference = "found another data.schedule, wanted the one"
+            later, earlier = (_shown_stages(one.stages[1:]) for one in (now, recorded))
+            difference = f"found {later}, wanted {earlier}"
         raise ConfigError(
-            f"data.sources: {difference} as in {folder.data / _RECORDS['manifest']}; "
+            f"data.sources: {difference} as in {folder.data / _RECORDS['manifest'] / SOURCES_NAME};"
+            " repeat what the command line has set before, or "
             f"data.from_tokens={max(trained, 1)} lets others hold from there on"
         )
     if now.fingerprint_at(trained) != recorded.fingerprint_at(trained):
@@ -192,6 +194,12 @@ def _check_weights(
             f"data.from_tokens: found {data.from_tokens}, wanted {trained} or more: so many tokens "
             f"of {folder.path} are trained"
         )
+
+
+def _shown_stages(stages: Sequence[Stage]) -> str:
+    """The weights after the first ones."""
+    shown = (f"{_shown_weights(one.weights)} from {one.at_tokens} tokens on" for one in stages)
+    return "; ".join(shown) or "no change of weights"
 
 
 def _shown_weights(weights: Mapping[str, int]) -> str:

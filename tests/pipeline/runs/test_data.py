@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longhaul.configs import ConfigError, load_run_config
-from longhaul.datamodules.config import DataConfig, SourceConfig
+from longhaul.datamodules.config import DataConfig, SourceConfig, StageConfig
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.runs.data import (
     check_run,
@@ -110,10 +110,22 @@ def test_weights_change_only_from_a_token_that_is_not_trained(
     folder, data = sources
     check_same_data(folder, data, data, 1000, may_be_gone=False)
     changed = "data.sources: found weights web 666667, code 333333, wanted web 500000, code 500000"
-    with pytest.raises(ConfigError, match=rf"{changed} .*data.from_tokens=1000 lets others hold"):
+    told = (
+        rf"{changed} as in {folder.data}/train/sources.json; repeat what the command line has set"
+    )
+    with pytest.raises(ConfigError, match=rf"{told} .*data.from_tokens=1000 lets others hold"):
         check_same_data(folder, weighted(data, 0.25), data, 1000, may_be_gone=False)
     with pytest.raises(ConfigError, match=r"data.from_tokens: found 999, wanted 1000 or more"):
         check_same_data(folder, weighted(data, 0.25, 999), data, 1000, may_be_gone=False)
+    # What differs further on is shown too.
+    stage = StageConfig(at_tokens=2000, weights={"web": 1, "code": 3})
+    scheduled = dataclasses.replace(data, schedule=[stage])
+    told = (
+        r"^data.sources: found web 1, code 3 from 2000 tokens on, wanted no change of weights "
+        r"as in .*sources.json; repeat what the command line has set before, or data.from_tokens="
+    )
+    with pytest.raises(ConfigError, match=told):
+        check_same_data(folder, scheduled, data, 1000, may_be_gone=False)
     # A source that the run has read must be there still; its weight may be 0.
     later = weighted(data, 0.25, 1000)
     gone = dataclasses.replace(later, sources={"web": later.sources["web"]})
