@@ -172,9 +172,14 @@ def main(args: argparse.Namespace) -> int:
         return 0
     *sources, destination = args.paths
     if not sources:
+        example = f"`longhaul prepare {args.corpus} {destination} data/NAME`"
+        # What is not there may be meant as the folder to write.
+        if args.corpus == "text" and not Path(destination).exists():
+            example = f"`longhaul prepare text {STANDARD_LIBRARY} {destination}` for Python's own"
+            example = f"{example} sources"
         raise ValueError(
             f"found one path, {destination!r}, wanted sources and then the folder to write, such "
-            f"as `longhaul prepare text {STANDARD_LIBRARY} {destination}` for Python's own sources"
+            f"as {example}"
         )
     options = {
         "tokenizer": args.tokenizer,

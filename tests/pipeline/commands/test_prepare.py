@@ -143,6 +143,12 @@ def test_no_corpus_is_chosen_that_was_not_named(tmp_path: Path) -> None:
     ):
         command("text", out)
     assert not out.exists()
+    source = tmp_path / "pages.parquet"
+    source.touch()
+    for words in (("text", source), ("tokens", source, "--tokenizer", "gpt2")):
+        example = f"such as `longhaul prepare {words[0]} {source} data/NAME`$"
+        with pytest.raises(ValueError, match=f"found one path, '{source}', .*{example}"):
+            command(*words)
 
 
 def test_the_standard_library_is_split_in_two(
