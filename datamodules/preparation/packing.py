@@ -40,12 +40,12 @@ class Packing:
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
-            raise ValueError(f"doc_tokens: found {self.block_tokens}, wanted 1 or more")
+            raise ValueError(f"--doc-tokens: found {self.block_tokens}, wanted 1 or more")
         if self.min_tokens < 0:
-            raise ValueError(f"min_tokens: found {self.min_tokens}, wanted 0 or more")
+            raise ValueError(f"--min-tokens: found {self.min_tokens}, wanted 0 or more")
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise ValueError(
-                f"max_tokens: found {self.max_tokens}, wanted {max(1, self.min_tokens)} or more"
+                f"--max-tokens: found {self.max_tokens}, wanted {max(1, self.min_tokens)} or more"
             )
 
 

@@ -14,11 +14,29 @@ from longhaul.datamodules.files.atomic import naming_the_full, write_atomically
 from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import Count, check_no_links, one_line, parse_json, shown
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
+from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 from longhaul.datamodules.shards import Block, new_shard
 
 PROGRESS_NAME = ".progress.jsonl"
 UNITS_NAME = ".units"
 """The folder of unit files, in the destination of a preparation."""
+
+# How users give what identifies a preparation.
+_OPTIONS = {
+    "docs_per_shard": "--docs-per-shard",
+    "document_tokens": "--doc-tokens",
+    "files": "files of SRC in number",
+    "files_sha256": "files of SRC (files_sha256)",
+    "long": "--long",
+    "max_tokens": "--max-tokens",
+    "min_tokens": "--min-tokens",
+    "packing": "--packing",
+    "text_key": "--text-key",
+    "tokenizer_sha256": "--tokenizer (tokenizer_sha256)",
+    "validation_fraction": "--validation-fraction",
+}
+# What holds where the option is not recorded.
+_UNSAID = {"text_key": TEXT_KEY}
 
 Cursor: TypeAlias = list[int]
 Progress: TypeAlias = Callable[[int], None]
@@ -77,7 +95,7 @@ def prepare_shards(
         extra_files: other files to write into the folder, by name.
     """
     if docs_per_shard < 1:
-        raise ValueError(f"docs_per_shard: found {docs_per_shard}, wanted 1 or more")
+        raise ValueError(f"--docs-per-shard: found {docs_per_shard}, wanted 1 or more")
     finished = finished_manifest(folder, template)
     if finished is not None:
         progress(finished.num_tokens)
@@ -174,10 +192,10 @@ def finished_manifest(folder: Path, template: Manifest) -> Manifest | None:
 def _check_same_job(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for key in sorted(found.keys() | wanted.keys()):
         if found.get(key) != wanted.get(key):
+            was, now = (shown(one.get(key, _UNSAID.get(key))) for one in (found, wanted))
             raise ValueError(
-                f"{folder}: holds a preparation with {one_line(key)} {shown(found.get(key))}, this "
-                f"one has {shown(wanted.get(key))}; wanted another folder, or the same source and "
-                "options"
+                f"{folder}: holds a preparation with {_OPTIONS.get(key, one_line(key))} {was}, "
+                f"this one has {now}; wanted another folder, or the same source and options"
             )
 
 

@@ -49,7 +49,7 @@ def tokenize_units(
         RuntimeError: a worker was killed.
     """
     if workers < 1:
-        raise ValueError(f"workers: found {workers}, wanted 1 or more")
+        raise ValueError(f"--workers: found {workers}, wanted 1 or more")
     missing = {key: unit for key, unit in units.items() if not unit_path(folder, key).exists()}
     done = sum(unit_sizes(unit_path(folder, key)).tokens for key in units.keys() - missing.keys())
     progress(done)

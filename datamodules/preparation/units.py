@@ -71,10 +71,10 @@ class Job:
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(
-                f"validation fraction: found {self.validation_fraction}, wanted 0 to below 1"
+                f"--validation-fraction: found {self.validation_fraction}, wanted 0 to below 1"
             )
         if self.docs_per_shard < 1:
-            raise ValueError(f"docs_per_shard: found {self.docs_per_shard}, wanted 1 or more")
+            raise ValueError(f"--docs-per-shard: found {self.docs_per_shard}, wanted 1 or more")
 
     @property
     def units_folder(self) -> Path:

@@ -195,9 +195,9 @@ def test_a_damaged_unit_file_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_tokens": 0}, "doc_tokens: found 0, wanted 1 or more"),
-        ({"min_tokens": -1}, "min_tokens: found -1, wanted 0 or more"),
-        ({"min_tokens": 5, "max_tokens": 4}, "max_tokens: found 4, wanted 5 or more"),
+        ({"block_tokens": 0}, "^--doc-tokens: found 0, wanted 1 or more"),
+        ({"min_tokens": -1}, "^--min-tokens: found -1, wanted 0 or more"),
+        ({"min_tokens": 5, "max_tokens": 4}, "^--max-tokens: found 4, wanted 5 or more"),
     ],
 )
 def test_a_length_that_takes_nothing_is_refused(options: dict, message: str) -> None:

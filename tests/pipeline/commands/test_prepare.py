@@ -300,8 +300,20 @@ def test_of_another_preparation_nothing_is_removed(records: Path, tmp_path: Path
     options = ("--doc-tokens", 64, "--validation-fraction", 0)
     assert command("text", records, tmp_path / "out", *options) == 0
     before = contents(tmp_path / "out" / "train")
-    with pytest.raises(ValueError, match="out/train: holds a preparation with files_sha256"):
-        command("text", tmp_path / "a.txt", tmp_path / "out", "--doc-tokens", 64)
+    for source, option, difference in (
+        (records, ("--doc-tokens", 32), "--doc-tokens 64, this one has 32"),
+        (records, ("--packing", "best-fit"), "--packing 'concat', this one has 'best-fit'"),
+        (records, ("--long", "drop"), "--long 'split', this one has 'drop'"),
+        (records, ("--max-tokens", 9), "--max-tokens None, this one has 9"),
+        (records, ("--text-key", "body"), "--text-key 'text', this one has 'body'"),
+        (records, ("--tokenizer", "gpt2"), r"--tokenizer \(tokenizer_sha256\) '.*', this one has"),
+        (records, ("--docs-per-shard", 1), "--docs-per-shard 256, this one has 1"),
+        (tmp_path, (), r"files of SRC in number 1, this one has 2; wanted another folder"),
+        (tmp_path / "a.txt", (), r"files of SRC \(files_sha256\) '[0-9a-f.]*', this one has '"),
+    ):
+        (tmp_path / "b.txt").write_text("another")
+        with pytest.raises(ValueError, match=f"out/train: holds a preparation with {difference}"):
+            command("text", source, tmp_path / "out", *options, *option)
     assert not (tmp_path / "out" / ".units").exists()
     assert contents(tmp_path / "out" / "train") == before
 
