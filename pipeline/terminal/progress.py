@@ -36,7 +36,9 @@ class TokenProgress:
         self._bar: tqdm[NoReturn] | None = None
         self._first: int | None = None
         self._done = 0
-        self._started = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        # When the first tokens were done, and how many: imports and the like came before that.
+        self._begun: tuple[float, int] | None = None
 
     def __enter__(self) -> "TokenProgress":
         return self
@@ -52,7 +54,7 @@ class TokenProgress:
             return
         if self._first is None:
             self._first = done
-            self._started = self._shown = time.monotonic()
+            self._shown = time.monotonic()
             if shows_bars(sys.stderr):
                 self._bar = tqdm(
                     desc=self._what.rstrip(": ") or None,
@@ -63,12 +65,23 @@ class TokenProgress:
                 )
         elif self._bar is not None:
             self._bar.update(done - self._bar.n)
-        elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = time.monotonic()
-            rate = (done - self._first) / (self._shown - self._started)
+        else:
+            self._show_line(done)
+
+    def _show_line(self, done: int) -> None:
+        now = time.monotonic()
+        is_due = now - self._shown >= _SECONDS_BETWEEN_LINES
+        rate = ""
+        if self._begun is not None and now > self._begun[0]:
+            seconds, tokens = now - self._begun[0], done - self._begun[1]
+            rate = f", {tokens / seconds:,.0f} tokens/s"
+        elif self._begun is None and done != self._first:
+            self._begun = now, done
+            self._shown = now
+        if is_due:
+            self._shown = now
             of = f" of {self._total:,}" if self._total else ""
-            line = f"{self._what}{done:,}{of} tokens, {rate:,.0f} tokens/s"
-            print(line, file=sys.stderr, flush=True)
+            print(f"{self._what}{done:,}{of} tokens{rate}", file=sys.stderr, flush=True)
 
     def add(self, tokens: int) -> None:
         """Add tokens to those done. `show` must have been called before."""

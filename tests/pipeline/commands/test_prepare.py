@@ -11,6 +11,7 @@ import textwrap
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numcodecs
 import numpy as np
@@ -201,6 +202,21 @@ def test_progress_tells_tokens_per_second(
     assert len(lines) == ROWS
     assert lines[-1].startswith(f"{ROWS * COLUMNS:,} of {ROWS * COLUMNS:,} tokens, ")
     assert lines[-1].endswith(" tokens/s")
+
+
+def test_the_time_before_the_first_tokens_counts_for_no_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    seconds = iter((0.0, 1.0, 31.0, 32.0, 35.0, 36.0, 42.0))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    shown = progress.TokenProgress(None, "packed")
+    for done in (0, 64, 1064, 4064, 5064, 9064):
+        shown.show(done)
+    assert capsys.readouterr().err.splitlines() == [
+        "packed: 64 tokens",
+        "packed: 5,064 tokens, 1,000 tokens/s",
+        "packed: 9,064 tokens, 818 tokens/s",
+    ]
 
 
 def test_refusing_a_source_imports_no_torch(tmp_path: Path) -> None:
