@@ -195,15 +195,17 @@ def _space_left(path: object) -> str:
 
     Where nothing names the file (None), in all folders in which it may have been.
     """
-    folders = ["/dev/shm", tempfile.gettempdir(), os.getcwd()]
+    folders, after = ["/dev/shm", tempfile.gettempdir(), os.getcwd()], ""
     if isinstance(path, str | bytes):
         whole = Path(os.path.abspath(os.fsdecode(path)))
+        # Files are written whole or not at all: what did not fit counts no longer.
+        after = "" if whole.exists() else ", now that what was written of it is removed"
         folders = [next(str(folder) for folder in whole.parents if folder.is_dir())]
     free = []
     for folder in folders:
         with suppress(OSError):
             free.append(f"{shutil.disk_usage(folder).free:,} bytes are free in {folder}")
-    return ", ".join(free)
+    return ", ".join(free) + after if free else ""
 
 
 def _fail(error: BaseException | str, status: int) -> int:

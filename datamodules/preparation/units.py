@@ -258,8 +258,16 @@ def _without_text(
         counts = {reasons[reason]: lost.documents for reason, lost in one.dropped.items()}
         if one.empty_texts:
             counts["empty"] = one.empty_texts
-        why = ", ".join(f"{count:,} are {reason}" for reason, count in counts.items())
-        why = f"of its {sum(counts.values()):,} texts {why}"
+        why = ", ".join(
+            f"{count:,} {'is' if count == 1 else 'are'} {reason}"
+            for reason, count in counts.items()
+        )
+        texts = sum(counts.values())
+        if len(counts) > 1:
+            why = f"of its {texts:,} texts {why}"
+        else:
+            each = f"all its {texts:,} texts are" if texts > 1 else "its only text is"
+            why = f"{each} {next(iter(counts))}"
     else:
         why = "of the texts none falls to it (--validation-fraction)"
     return f"{job.splits[name]}: found no text for it, wanted some: {why}{without}"

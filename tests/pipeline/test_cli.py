@@ -262,8 +262,16 @@ def test_a_full_device_with_a_path_says_what_is_left_in_its_folder(
 
     monkeypatch.setattr("longhaul.pipeline.cli._run", full)
     assert main(["train"]) == 1
+    removed = ", now that what was written of it is removed"
     what = f"{path} cannot be written" if has_message else path
     free = f"{len(str(tmp_path))} bytes are free in {tmp_path}"
+    assert (
+        capsys.readouterr().err == f"longhaul: {what}: No space left on device: {free}{removed}\n"
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    assert main(["train"]) == 1
+    free = f"{len(str(path.parent))} bytes are free in {path.parent}"
     assert capsys.readouterr().err == f"longhaul: {what}: No space left on device: {free}\n"
 
 

@@ -120,15 +120,15 @@ def json_text(content: bytes, where: str, key: str) -> str:
     if isinstance(record, list):
         raise ValueError(f"{where}: found a JSON array, wanted one object with `{key}` a line")
     path = path_of(record, key)
-    text = None if path is None else value_at(record, path)
-    if path is not None and not isinstance(text, str | None):
-        raise ValueError(
-            f"{where}: `{key}` is {_TYPES[type(text)]}, wanted a string; {found_keys(record)}"
-        )
     if path is None:
         raise ValueError(
             f"{where}: no `{key}`, wanted an object with a string of that name, "
             f"{found_keys(record)}"
+        )
+    text = value_at(record, path)
+    if not isinstance(text, str | None):
+        raise ValueError(
+            f"{where}: `{key}` is {_TYPES[type(text)]}, wanted a string; {found_keys(record)}"
         )
     if text is None:
         return ""

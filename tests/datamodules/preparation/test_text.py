@@ -421,21 +421,22 @@ def test_a_source_without_text_is_named(
 @pytest.mark.parametrize(
     ("texts", "options", "fraction", "message"),
     [
-        ([9, 5], {"min_tokens": 99}, 0.5, "train: .* of its 2 texts 2 are shorter than --min-tok"),
+        ([9, 5], {"min_tokens": 99}, 0.5, "train: .* all its 2 texts are shorter than --min-toke"),
         (
             [9, 5],
             {"min_tokens": 99},
             0,
-            "out: .* of its 2 texts 2 are shorter than --min-tokens 99$",
+            "out: .* all its 2 texts are shorter than --min-tokens 99$",
         ),
-        ([9, 5], {"max_tokens": 2}, 0, "of its 2 texts 2 are longer than --max-tokens 2$"),
-        ([99, 0, 3], {"long": "drop", "min_tokens": 4}, 0, "1 are shorter .* 4, 1 are longer than"),
-        ([99, 0, 3], {"long": "drop", "min_tokens": 4}, 0, r"block of 8 \(.*drop\), 1 are empty$"),
+        ([9, 5], {"max_tokens": 2}, 0, "all its 2 texts are longer than --max-tokens 2$"),
+        ([9], {"max_tokens": 2}, 0, "its only text is longer than --max-tokens 2$"),
+        ([99, 0, 3], {"long": "drop", "min_tokens": 4}, 0, "1 is shorter .* 4, 1 is longer than"),
+        ([99, 0, 3], {"long": "drop", "min_tokens": 4}, 0, r"block of 8 \(.*drop\), 1 is empty$"),
         (
             [60, 0],
             {"min_tokens": 20},
             0.1,
-            "validation: .* of its 2 texts 1 are shorter than --min-tokens 20, 1 are empty; "
+            "validation: .* of its 2 texts 1 is shorter than --min-tokens 20, 1 is empty; "
             "--validation-fraction 0 prepares without it$",
         ),
         (
