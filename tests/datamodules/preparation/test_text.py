@@ -531,8 +531,8 @@ def test_a_destination_that_holds_something_else_is_left_alone(tmp_path: Path) -
     with pytest.raises(ValueError, match=r"a.txt: found a file, wanted a folder"):
         prepare([source], source)
     prepare([source], tmp_path / "out")
-    with pytest.raises(ValueError, match="with document_tokens 4, this one has 2; wanted another"):
+    with pytest.raises(ValueError, match="with --doc-tokens 4, this one has 2; wanted another"):
         prepare([source], tmp_path / "out", block_tokens=2)
     source.write_text("some other text")
-    with pytest.raises(ValueError, match="with files_sha256"):
+    with pytest.raises(ValueError, match=r"with files of SRC \(files_sha256\) '"):
         prepare([source], tmp_path / "out")
