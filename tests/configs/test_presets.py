@@ -205,6 +205,6 @@ def test_the_presets_of_coca_quote_its_tables(name: str, wanted: dict[str, str])
 def test_the_three_models_of_the_note_differ_in_their_attention_alone() -> None:
     runs = of_experiment("complex")
     assert {run.model.attention.kind for run in runs} == {"complex", "retention", "softmax"}
-    shapes = {(one.model.layers, one.model.width, one.model.heads, one.data.context, repr(one.optim))
+    shapes = {(one.model.layers, one.model.width, one.model.heads, one.data.context, str(one.optim))
               for one in runs}  # fmt: skip
     assert len(shapes) == 1
