@@ -70,8 +70,8 @@ class LanguageModelConfig:
     parallel_residual: bool = False
     """Attention and MLP of a block read the same x, as in GPT-NeoX; false: one, then the other."""
 
-    biases: bool | list[Literal["qkv", "out", "mlp", "norms"]] = False
-    """Where biases are; true: everywhere but in the head. qkv: in attention's projections of x."""
+    biases: bool | list[str] = False
+    """Where they are: true (not in the head) | some of qkv (projections of x), out, mlp, norms."""
 
     tied_head: bool = True
     """The matrix of the logits is that of the embedding; false: it is one of its own."""

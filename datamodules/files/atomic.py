@@ -16,8 +16,11 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
     """Context with a new file that takes the place of `path` when it ends without an error.
 
     By then it is flushed to disk: a crash leaves the old file or the new. What a killed process
-    leaves is called `.*.tmp`. The error of a full disk names `path`.
+    leaves is called `.*.tmp`. The error of a full disk names `path`. A device is
+    refused: as root, a file would take the place of /dev/null.
     """
+    if not path.is_symlink() and (path.is_char_device() or path.is_block_device()):
+        raise OSError(errno.EINVAL, "it is a device, wanted a file", str(path))
     # The name is new on all nodes. Should there be something, it is neither followed nor emptied.
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     # Closing the file writes again what could not be written, and fails again.

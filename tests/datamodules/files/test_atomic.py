@@ -72,3 +72,12 @@ def test_a_file_follows_the_umask(tmp_path: Path) -> None:
     write_atomically(tmp_path / "written", "")
     (tmp_path / "other").touch()
     assert (tmp_path / "written").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_device_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced: list[object] = []
+    monkeypatch.setattr(os, "replace", lambda *paths: replaced.append(paths))
+    message = r"^/dev/null cannot be written: it is a device, wanted a file"
+    with pytest.raises(OSError, match=message):
+        write_atomically(Path("/dev/null"), "x")
+    assert not replaced

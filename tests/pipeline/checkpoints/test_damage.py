@@ -70,7 +70,7 @@ TENSORS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a cut header": (lambda content: content[:40], "wanted the header of a safetensors file"),
     "nested": (
         lambda _: struct.pack("<Q", 5000) + b"[" * 5000,
-        "wanted JSON: recursion limit exceeded",
+        "found no JSON, recursion limit exceeded at line 1 column 202; wanted JSON",
     ),
     "cut tensors": (lambda content: content[:-4], "bytes, wanted "),
     "more bytes": (lambda content: content + b"1234", "bytes, wanted "),

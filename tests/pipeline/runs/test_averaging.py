@@ -25,6 +25,16 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
+def uninterrupted(uninterrupted: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A copy with a store of its own: the evaluation of a mean is tracked as another run."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(uninterrupted.path, folder, dirs_exist_ok=True)
+    config = folder / "small" / "config.yaml"
+    config.write_text(config.read_text().replace(str(uninterrupted.path), str(folder)))
+    return type(uninterrupted)(folder)
+
+
+@pytest.fixture(scope="module")
 def averaged(uninterrupted: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The mean of the two checkpoints that are left of the run of 30 updates."""
     target = tmp_path_factory.mktemp("averaged") / "mean"
@@ -74,12 +84,15 @@ def test_it_is_exported_with_the_steps_that_it_is_the_mean_of(
     assert "| weights | the mean of those after the updates 28, 30 |" in card
 
 
-def test_a_new_run_begins_with_it_and_it_is_not_resumed(averaged: Path, run: Run) -> None:
+def test_a_new_run_begins_with_it_and_it_is_not_resumed(
+    averaged: Path, run: Run, uninterrupted: Run
+) -> None:
     source = f"trainer.start_from={averaged}"
     result = run.longhaul("train", "small.yaml", source, "trainer.max_tokens=512")
     assert f"the run begins with the weights of {averaged}/checkpoints/step-0" in result.stderr
     config = str(averaged / "config.yaml")
-    assert "mean is finished: 15,360 tokens" in run.longhaul("train", config).stdout
+    store = f"tracking.uri=sqlite:///{uninterrupted.path}/mlflow.db"  # named, for later calls too
+    assert "mean is finished: 15,360 tokens" in run.longhaul("train", config, store).stdout
     before = {path: path.read_bytes() for path in averaged.glob("*.*")}
     refused = run.longhaul("train", config, "trainer.max_tokens=20480", check=False)
     assert refused.returncode == 2, refused.stderr
