@@ -363,7 +363,7 @@ def test_a_checkpoint_of_two_ranks_is_exported(
 
 
 MEASURE = """
-import sys, threading, psutil, tokenizers
+import sys, threading, time, psutil, tokenizers
 from longhaul.pipeline.exporting.folder import export
 export(sys.argv[3], sys.argv[4])  # which loads what is imported where it is first needed
 process, peak, done = psutil.Process(), 0, False
@@ -371,6 +371,7 @@ def watch():
     global peak
     while not done:
         peak = max(peak, process.memory_info().rss)
+        time.sleep(0.001)  # else each op of the export would wait for this thread's turn
 before = process.memory_info().rss
 thread = threading.Thread(target=watch)
 thread.start()
