@@ -34,6 +34,7 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting.model_files import has_large_states
 from longhaul.pipeline.exporting.source import file_of
 from longhaul.pipeline.exporting.transformers_check import (
+    STEPS,
     has_transformers,
     load_architecture,
     logits_in_parts,
@@ -88,7 +89,10 @@ def check_export(
     cases = _cases(model)
     wanted = _logits(model, cases, lambda name: saved.read_one(f"model/{name}"))
     try:
-        found = _found_by_code(folder, cases) if architecture is None else _found(folder, cases)
+        if architecture is None:
+            found = _found_by_code(folder, cases, STEPS if _holds_states(model) else 0)
+        else:
+            found = _found(folder, cases)
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
@@ -106,7 +110,15 @@ def check_export(
             )
 
 
-def _found_by_code(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
+def _holds_states(model: LanguageModel) -> bool:
+    """Whether the states of a pair of texts in all layers are no larger than a block."""
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    states = sum(block.attention.allocated_bytes(_TOKENS, torch.float64) for block in blocks)
+    largest = max(sum(one.numel() for one in block.parameters()) for block in blocks)
+    return 2 * states <= torch.float64.itemsize * largest
+
+
+def _found_by_code(folder: Path, cases: dict[str, _Case], steps: int) -> dict[str, Tensor]:
     """Logits that the folder's code computes, without transformers only those of single rows."""
     with _code_of(folder) as import_module, torch.device("meta"):
         exported = import_module("architecture").build_model(_shape_in(folder))
@@ -114,7 +126,7 @@ def _found_by_code(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
         if has_transformers():
             model = _filled_while_it_runs(folder, import_module)
             with torch.device("cpu"):
-                found |= _pair(model, cases, has_positions=False)
+                found |= _pair(model, cases, steps, has_positions=False)
     return found
 
 
@@ -125,14 +137,14 @@ def _found(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
         name: logits_in_parts(model, case.tokens, case.before_steps)[-_TOKENS:]
         for name, case in cases.items()
     }
-    return found | _pair(model, cases, has_positions=True)
+    return found | _pair(model, cases, STEPS, has_positions=True)
 
 
 def _pair(
-    model: Callable[..., Any], cases: dict[str, _Case], *, has_positions: bool
+    model: Callable[..., Any], cases: dict[str, _Case], steps: int, *, has_positions: bool
 ) -> dict[str, Tensor]:
     texts = (cases[name].tokens for name in (_PADDED, _BESIDE))
-    logits = padded_pair(model, *texts, has_positions=has_positions)
+    logits = padded_pair(model, *texts, steps, has_positions=has_positions)
     return dict(zip((_PADDED, _BESIDE), logits, strict=True))
 
 

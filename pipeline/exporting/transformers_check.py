@@ -62,12 +62,12 @@ def logits_in_parts(model: Any, tokens: Tensor, before_steps: int | None) -> Ten
 
 @torch.no_grad()
 def padded_pair(
-    model: Callable[..., Any], short: Tensor, long: Tensor, *, has_positions: bool
+    model: Callable[..., Any], short: Tensor, long: Tensor, steps: int, *, has_positions: bool
 ) -> tuple[Tensor, Tensor]:
     """Logits of two texts (1, T) of different lengths, read together with padding before one.
 
-    The last `STEPS` tokens are read one at a time. A model of transformers has positions: it is
-    told that of each token in its text, as `generate` does.
+    So many last tokens are read one at a time; without any, no states are kept. A model of
+    transformers has positions: it is told that of each token in its text, as `generate` does.
     """
     padding = long.shape[1] - short.shape[1]
     rows = torch.cat([torch.cat([long[:, :padding], short], dim=1), long])
@@ -78,9 +78,10 @@ def padded_pair(
     def read(begin: int, end: int, **options: Any) -> Any:
         if has_positions:
             options["position_ids"] = positions[:, begin:end]
-        return model(rows[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **options)
+        options["use_cache"] = steps > 0
+        return model(rows[:, begin:end], attention_mask=mask[:, :end], **options)
 
-    count = rows.shape[1] - STEPS
+    count = rows.shape[1] - steps
     output = read(0, count)
     outputs = [output.logits]
     for end in range(count + 1, rows.shape[1] + 1):
