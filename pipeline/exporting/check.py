@@ -143,8 +143,8 @@ def _found(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
 def _pair(
     model: Callable[..., Any], cases: dict[str, _Case], steps: int, *, has_positions: bool
 ) -> dict[str, Tensor]:
-    texts = (cases[name].tokens for name in (_PADDED, _BESIDE))
-    logits = padded_pair(model, *texts, steps, has_positions=has_positions)
+    short, long = (cases[name].tokens for name in (_PADDED, _BESIDE))
+    logits = padded_pair(model, short, long, steps, has_positions=has_positions)
     return dict(zip((_PADDED, _BESIDE), logits, strict=True))
 
 
