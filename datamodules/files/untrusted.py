@@ -54,6 +54,7 @@ def _check_inner(path: str) -> str:
 InnerPath = Annotated[str, Field(max_length=1000), AfterValidator(_check_inner)]
 """The path of something below the folder of the file that names it; links are resolved later."""
 
+_MOST_CHARACTERS = 4096
 _SHOWN_CHARACTERS = 60
 _LINE_CHARACTERS = 300
 _SHORT = reprlib.Repr()
@@ -209,7 +210,14 @@ def parse_row(schema: type[T], row: object, where: object) -> T:
 
 
 def checked_value(hint: Any, value: object, where: object) -> Any:
-    """A value of a type; whole numbers become fractions where those are wanted; errors as above."""
+    """A value of a type; whole numbers become fractions where those are wanted; errors as above.
+
+    A text may have 4,096 characters, as a path may.
+    """
+    if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"{where}: found {len(value):,} characters, wanted at most {_MOST_CHARACTERS:,}"
+        )
     try:
         return _adapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
