@@ -57,7 +57,7 @@ class Retention(PowerAttention):
         if self.rotary is not None:
             rotation = documents.positions(carried["rotation"])
             after = {"rotation": documents.last(rotation)}
-        q, k, v = self.queries_keys_values(x, rotation, documents.T)
+        q, k, v = self.queries_keys_values(x, rotation, documents.T, qkv=carried.get("qkv"))
         return OpInputs(q, k, v, (GatedSum(log_decays(x, self.num_key_heads)),)), after
 
     def read_out(

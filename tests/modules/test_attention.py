@@ -261,7 +261,7 @@ def padding(attention: PowerAttention) -> int:
     return attention.num_states * (allocated - needed)
 
 
-D, H, K = WIDTH, HEADS, WIDTH // HEADS
+D, H, K, N = WIDTH, HEADS, WIDTH // HEADS, 128
 PARAMETERS: dict[str, int] = {
     "alibi": 4 * D * D,
     "cartan": 4 * D * D + 2 * H * D + 2 * D,  # full: key logit, gate; norm
@@ -269,6 +269,8 @@ PARAMETERS: dict[str, int] = {
     "complex": 4 * D * D + 2 * D,
     "conformal_sympow": 4 * D * D + H * D + D,
     "linear": 4 * D * D,
+    # x, z and out of twice the width; B and C; dt; the convolution and its bias; A, D and b; norm
+    "mamba2": 6 * D * D + 2 * N * D + 2 * H * D + 5 * (2 * D + 2 * N) + 3 * 2 * H + 2 * D,
     "retention": 4 * D * D + 2 * D,
     "softmax": 4 * D * D,
     "sympow": 4 * D * D,
@@ -292,8 +294,9 @@ def test_a_learned_state_adds_rank_keys_and_values_per_head(kind: str) -> None:
     added = sum(p.numel() for p in attention.parameters()) - sum(
         p.numel() for p in build(kind).parameters()
     )
-    masses = HEADS * attention.logits_per_head
-    assert added == HEADS * 5 * (attention.key_dim + attention.value_dim) + masses
+    heads = attention.num_key_heads
+    masses = heads * attention.logits_per_head
+    assert added == heads * 5 * (attention.key_dim + attention.value_dim) + masses
 
 
 @pytest.mark.parametrize("kind", POWER)
@@ -350,7 +353,9 @@ def test_query_heads_share_a_key_head_as_if_each_had_its_own(
     with torch.no_grad():
         for path, weight in alone.named_parameters():
             given = grouped.get_parameter(path)
-            if path.startswith(("qkv.", "qtv.")):  # rows of queries, then keys, then values
+            if path.startswith(
+                ("qkv.", "qtv.", "convolution.")
+            ):  # rows of queries, then keys, then values
                 parts = given.split(grouped.qkv_widths)
                 given = torch.cat([parts[0], *(part for part in parts[1:] for _ in range(HEADS))])
             elif given.shape != weight.shape:
@@ -359,6 +364,9 @@ def test_query_heads_share_a_key_head_as_if_each_had_its_own(
     found, state = grouped(x)
     wanted, larger = alone(x)
     assert_same(found, wanted)
+    if kind in POWER:
+        for each in (state, larger):
+            each.carried.pop("convolved", None)  # queries, too, of which there are as many
     sizes = [sum(one.numel() for one in pytree.tree_leaves(each)) for each in (state, larger)]
     assert HEADS * sizes[0] <= sizes[1] + 2 * HEADS  # all but two rotations
 

@@ -270,6 +270,7 @@ MATRICES = {
     "complex": {"qkv", "out"},
     "conformal_sympow": {"qkv", "out"},
     "linear": {"qkv", "out"},
+    "mamba2": {"qkv", "gate", "out"},
     "retention": {"qkv", "out", "swish"},
     "softmax": {"qkv", "out"},
     "sympow": {"qkv", "out"},

@@ -37,7 +37,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"generator_per": "pair", "bilinear": False},
         {"lengths": "raw"},
         {"generator_per": "pair", "negative_diagonal": True, **GROUPED},
-        {"bilinear": False, **GROUPED},
+        {"bilinear": False, "short_convolution": 4, **GROUPED},
     ],
     "alibi": [GROUPED],
     "coca": [{"mode": "slack"}, {"longest_document": 64}, GROUPED],
@@ -54,7 +54,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"degree": 6},
         {"gate_init": "long_memory"},
         {"gate": "retention"},
-        {"gate": "learned", **GROUPED},
+        {"gate": "learned", "short_convolution": 3, **GROUPED},
     ],
     "linear": [
         {"feature_map": "relu"},
@@ -68,6 +68,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
             "normalizer": "head_norm",
         },
     ],
+    "mamba2": [{"expand": 1, "groups": 2, "key_dim": 6, "short_convolution": 2, "qk_norm": "head"}],
     "retention": [{"swish_gate": True}, {"group_norm": False}, {"swish_gate": True, **GROUPED}],
     "softmax": [
         {"longest_document": 64},

@@ -82,7 +82,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"feature_map": "identity", "normalizer": "head_norm"},
         {"rotary": "fixed", "gate": "data"} | LEARNED,
     ],
-    "retention": [{}, {"swish_gate": True}, LEARNED],
+    "mamba2": [{}, {"groups": 2, "key_dim": 4} | LEARNED],
+    "retention": [{}, {"swish_gate": True, "short_convolution": 4}, LEARNED],
     "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],
     "sympow_gated": [
         {},
