@@ -12,17 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_dtype_unsupported
+from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
 from longhaul.kernels.common.offsets import check_offsets, check_packing
 from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.checks import (
-    check_chunk_size,
-    check_flags,
-    check_keys,
-    check_scale,
-    check_state,
-    check_tensors,
-)
+from longhaul.kernels.power.checks import check_keys, check_state, check_tensors
 from longhaul.kernels.power.cost import (
     Form,
     choose_chunk_size,
