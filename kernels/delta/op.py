@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -9,11 +11,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, resolve_backend
+from longhaul.kernels.backend import Backend, cannot_run, resolve_backend
 from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
-from longhaul.kernels.common.offsets import check_offsets, check_packing
+from longhaul.kernels.common.offsets import check_offsets, check_packing, has_values
+from longhaul.kernels.delta import library
+from longhaul.kernels.delta.call import DeltaCall, Inputs
 from longhaul.kernels.delta.checks import check_state, check_tensors
+from longhaul.kernels.delta.cost import choose_chunk_size
 from longhaul.kernels.delta.reference import delta_rule_reference
+from longhaul.kernels.delta.torch import delta_rule_recurrent, step
 
 Form = Literal["auto", "chunked", "recurrent"]
 
@@ -80,14 +86,30 @@ def delta_rule(
     scale = K**-0.5 if scale is None else scale
     if cu_seqlens is not None:
         check_packing(cu_seqlens, q)
-    resolve_backend(backend, q.device)
+    resolved = _resolve(backend, q.device)
     S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         check_state("initial_state", initial_state, S, H, K, V)
-    offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
-    with torch.autocast(q.device.type, enabled=False):
-        out, after = _per_document(q, k, v, beta, log_g, initial_state, offsets, scale)
-    return out, after if output_final_state else None
+    if resolved == "reference" or form == "recurrent":
+        one = delta_rule_reference if resolved == "reference" else delta_rule_recurrent
+        offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
+        # Autocast would compute the matrix products in 16 bits.
+        with torch.autocast(q.device.type, enabled=False):
+            out, after = _per_document(
+                partial(one, scale=scale), (q, k, v, beta, log_g), initial_state, offsets
+            )
+        return out, after if output_final_state else None
+    if cu_seqlens is not None and has_values(cu_seqlens):
+        check_offsets(cu_seqlens, T)
+    call = DeltaCall(
+        scale=scale,
+        chunk_size=choose_chunk_size(T) if chunk_size is None else chunk_size,
+        output_final_state=output_final_state,
+        keeps_states=_any_needs_gradient(q, k, v, beta, log_g, initial_state),
+    )
+    out, state = library.run(call, Inputs(k, v, q, beta, log_g, initial_state, cu_seqlens))
+    assert out is not None
+    return out, state
 
 
 def delta_rule_step(
@@ -118,42 +140,49 @@ def delta_rule_step(
         raise ValueError(f"q: found {q.shape[1]} tokens, wanted 1")
     H, V = v.shape[2:]
     check_state("state", state, q.shape[0], H, q.shape[3], V)
-    if inplace and torch.is_grad_enabled() and _any_needs_gradient(state, q, k, v, beta, log_g):
+    if inplace and _any_needs_gradient(state, q, k, v, beta, log_g):
         raise ValueError("inplace: found tensors that need a gradient, wanted torch.no_grad()")
-    resolve_backend(backend, q.device)
+    resolved = _resolve(backend, q.device)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        out, after = delta_rule_reference(q, k, v, beta, log_g, state, scale=scale)
-    return out, state.copy_(after) if inplace else after
+        if resolved == "reference":
+            out, after = delta_rule_reference(q, k, v, beta, log_g, state, scale=scale)
+        else:
+            now = (None if x is None else x[:, 0].to(dtype) for x in (q, k, v, beta, log_g))
+            out, after = step(state.to(dtype), *now, scale=scale, inplace=inplace)
+            out = out[:, None].to(q.dtype)
+    if inplace and after is not state:
+        after = state.copy_(after)
+    return out, after
+
+
+def _resolve(backend: Backend, device: torch.device) -> Literal["reference", "torch"]:
+    """The backend that runs: Triton has no kernels for this op."""
+    if backend == "triton":
+        raise cannot_run(backend, "the delta rule has no Triton kernels")
+    return "reference" if resolve_backend(backend, device) == "reference" else "torch"
 
 
 def _per_document(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_g: Tensor | None,
+    one: Callable[..., tuple[Tensor, Tensor]],
+    tensors: tuple[Tensor | None, ...],
     state: Tensor | None,
     offsets: tuple[int, ...] | None,
-    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Run packed documents one by one, each with its own state, so that nothing leaks."""
     if offsets is None:
-        return delta_rule_reference(q, k, v, beta, log_g, state, scale=scale)
+        return one(*tensors, state)
     lengths = [end - start for start, end in pairwise(offsets)]
     # A split has one backward for all parts; N slices would each allocate a gradient of full size.
     parts = [
-        [None] * len(lengths) if x is None else torch.split(x, lengths, dim=1)
-        for x in (q, k, v, beta, log_g)
+        [None] * len(lengths) if x is None else torch.split(x, lengths, dim=1) for x in tensors
     ]
     states = [None] * len(lengths) if state is None else torch.split(state, 1)
-    results = [
-        delta_rule_reference(*document, scale=scale)
-        for document in zip(*parts, states, strict=True)
-    ]
+    results = [one(*document) for document in zip(*parts, states, strict=True)]
     outs, after = zip(*results, strict=True)
     return torch.cat(outs, dim=1), torch.cat(after)
 
 
 def _any_needs_gradient(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
