@@ -268,6 +268,11 @@ PARAMETERS: dict[str, int] = {
     "coca": 4 * D * D,
     "complex": 4 * D * D + 2 * D,
     "conformal_sympow": 4 * D * D + H * D + D,
+    # Convolutions of q, k and v; write strengths; norm of a head; decays; A and its bias; gates.
+    "deltanet": 4 * D * D + 4 * 3 * D + H * D + K,
+    "gated_deltanet": 6 * D * D + 4 * 3 * D + 2 * H * D + 2 * H + 3 * K // 2,
+    "gated_linear": 4 * D * D + 16 * D + 17 * D // 2 + K,
+    "kimi_delta": 4 * D * D + 4 * 3 * D + H * D + 2 * 2 * K * D + H + D + K,
     "linear": 4 * D * D,
     # x, z and out of twice the width; B and C; dt; the convolution and its bias; A, D and b; norm
     "mamba2": 6 * D * D + 2 * N * D + 2 * H * D + 5 * (2 * D + 2 * N) + 3 * 2 * H + 2 * D,

@@ -72,3 +72,79 @@ def test_mamba2(groups: int) -> None:
         "out.weight": weights["out_proj.weight"],
     }  # fmt: skip
     assert_equal(peer, build("mamba2", 4, 8, copied, key_dim=N, groups=groups))
+
+
+@pytest.mark.parametrize("negative", [True, False])
+def test_gated_deltanet_of_olmo_hybrid(negative: bool) -> None:
+    from transformers import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+    K, V = 6, 12
+    config = OlmoHybridConfig(
+        hidden_size=D, num_attention_heads=4, num_hidden_layers=2, linear_num_key_heads=4,
+        linear_num_value_heads=4, linear_key_head_dim=K, linear_value_head_dim=V,
+        linear_allow_neg_eigval=negative,
+    )  # fmt: skip
+    peer = disturbed(OlmoHybridGatedDeltaNet(config, 0))
+    weights = peer.state_dict()
+    copied = {
+        "qkv.weight": torch.cat([weights[f"{one}_proj.weight"] for one in "qkv"]),
+        "convolution.weight": weights["conv1d.weight"],
+        "gate.weight": weights["g_proj.weight"], "write.weight": weights["b_proj.weight"],
+        "decay.weight": weights["a_proj.weight"], "time_step.A_log": weights["A_log"],
+        "time_step.dt_bias": weights["dt_bias"], "output_norm.weight": weights["o_norm.weight"],
+        "out.weight": weights["o_proj.weight"],
+    }  # fmt: skip
+    # Keys and values have their published widths: 3/4 of a head's, and twice that.
+    assert_equal(peer, build("gated_deltanet", 4, 8, copied, negative_eigenvalues=negative))
+
+
+def test_gated_deltanet_of_qwen3_next() -> None:
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    K, V, G, H = 8, 8, 2, 4
+    config = Qwen3NextConfig(
+        hidden_size=D, num_hidden_layers=2, linear_num_key_heads=G, linear_num_value_heads=H,
+        linear_key_head_dim=K, linear_value_head_dim=V, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    peer = disturbed(Qwen3NextGatedDeltaNet(config, 0))
+    weights = peer.state_dict()
+    # Rows of a key head stand together: its query, key, and the values and gates of its heads.
+    fused = weights["in_proj_qkvz.weight"].unflatten(0, (G, -1))
+    q, k, v, z = (one.flatten(0, 1) for one in fused.split([K, K, H // G * V, H // G * V], dim=1))
+    b, a = (
+        one.flatten(0, 1)
+        for one in weights["in_proj_ba.weight"].unflatten(0, (G, -1)).chunk(2, dim=1)
+    )
+    copied = {
+        "qkv.weight": torch.cat([q, k, v]), "convolution.weight": weights["conv1d.weight"],
+        "gate.weight": z, "write.weight": b, "decay.weight": a,
+        "time_step.A_log": weights["A_log"], "time_step.dt_bias": weights["dt_bias"],
+        "output_norm.weight": weights["norm.weight"], "out.weight": weights["out_proj.weight"],
+    }  # fmt: skip
+    assert_equal(peer, build("gated_deltanet", H, 8, copied, groups=G, key_dim=K, value_dim=V))
+
+
+def test_kimi_delta() -> None:
+    from transformers import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    config = KimiLinearConfig(
+        hidden_size=D, num_hidden_layers=2, linear_num_heads=4, linear_head_dim=8,
+        rms_norm_eps=1e-5,
+    )  # fmt: skip
+    peer = disturbed(KimiLinearDeltaAttention(config, 0))
+    weights = peer.state_dict()
+    copied = {
+        "qkv.weight": torch.cat([weights[f"{one}_proj.weight"] for one in "qkv"]),
+        "convolution.weight": weights["conv1d.weight"],
+        "gate.0.weight": weights["g_a_proj.weight"], "gate.1.weight": weights["g_b_proj.weight"],
+        "write.weight": weights["b_proj.weight"],
+        "decay.down_weight": weights["forget_gate.f_a_proj.weight"],
+        "decay.up_weight": weights["forget_gate.f_b_proj.weight"],
+        "time_step.A_log": weights["forget_gate.A_log"].flatten(),
+        "time_step.dt_bias": weights["forget_gate.dt_bias"],
+        "output_norm.weight": weights["o_norm.weight"], "out.weight": weights["o_proj.weight"],
+    }  # fmt: skip
+    assert_equal(peer, build("kimi_delta", 4, 8, copied))
