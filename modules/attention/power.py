@@ -23,8 +23,8 @@ from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_fl
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import (
     Attention,
-    AttentionConfig,
     LayerShape,
+    OutputConfig,
     overwrite,
 )
 from longhaul.modules.attention.parts.context_parallel import (
@@ -38,7 +38,7 @@ from longhaul.modules.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerConfig(AttentionConfig):
+class PowerConfig(OutputConfig):
     """Options that all variants of linear cost share."""
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
@@ -101,6 +101,7 @@ class PowerAttention(Attention):
     can_round_state = True
     groups_keys = True
     num_sums = 1
+    norm_groups: int | None = None  # of the output norm, if not one a head
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
     norm: nn.GroupNorm | None  # normalises the output of each head
@@ -110,7 +111,7 @@ class PowerAttention(Attention):
         self.chunk_size = config.chunk_size
         self.short_convolution = config.short_convolution
         self.key_dim, self.value_dim = self.op_widths()
-        self.out = shape.out_projection()
+        self.add_output(config, groups=self.norm_groups)
         self.norm = None
         self.initial_state = None
         if config.initial_state == "learned":
@@ -197,8 +198,7 @@ class PowerAttention(Attention):
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(self.normed(mixed.flatten(2)).to(x.dtype))
-        return y
+        return self.project_output(x, self.normed(mixed.flatten(2)).to(x.dtype))
 
     def normed(self, y: Float[Tensor, "B T HV"]) -> Float[Tensor, "B T HV"]:
         """The output with mean 0 and variance 1 in each head, where the variant has a norm."""

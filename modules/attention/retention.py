@@ -26,7 +26,7 @@ class RetentionConfig(RotaryConfig, PowerConfig):
     """fixed (rotate queries and keys by their positions) | none (rotary_base is not read)."""
 
     swish_gate: bool = False
-    """Multiply the output by swish(W_g x), where W_g is one more matrix, D x H K."""
+    """As output_gate silu, after the group norm alone: W_g is one more matrix, D x H K."""
 
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None
@@ -66,4 +66,4 @@ class Retention(PowerAttention):
         y = self.normed(mixed.flatten(2)).to(x.dtype)
         if self.swish is not None:
             y = y * silu(self.swish(x))
-        return self.out(y)  # type: ignore[no-any-return]
+        return self.project_output(x, y)

@@ -276,6 +276,7 @@ PARAMETERS: dict[str, int] = {
     "linear": 4 * D * D,
     # x, z and out of twice the width; B and C; dt; the convolution and its bias; A, D and b; norm
     "mamba2": 6 * D * D + 2 * N * D + 2 * H * D + 5 * (2 * D + 2 * N) + 3 * 2 * H + 2 * D,
+    "power_delta": 4 * D * D + 2 * H * D + K,
     "retention": 4 * D * D + 2 * D,
     "softmax": 4 * D * D,
     "sympow": 4 * D * D,

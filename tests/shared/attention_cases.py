@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"generator_per": "pair", "negative_diagonal": True, **GROUPED},
         {"bilinear": False, "short_convolution": 4, **GROUPED},
     ],
-    "alibi": [GROUPED],
+    "alibi": [{"output_norm": "rms", "output_gate": "silu", **GROUPED}],
     "coca": [{"mode": "slack"}, {"longest_document": 64}, GROUPED],
     "complex": [
         {"decay": True},
@@ -73,10 +73,18 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         },
     ],
     "mamba2": [{"expand": 1, "groups": 2, "key_dim": 6, "short_convolution": 2, "qk_norm": "head"}],
+    "power_delta": [
+        {
+            "rotary": "none",
+            "gate_init": "long_memory",
+            "negative_eigenvalues": True,
+            "short_convolution": 2,
+        }
+    ],
     "retention": [{"swish_gate": True}, {"group_norm": False}, {"swish_gate": True, **GROUPED}],
     "softmax": [
         {"longest_document": 64},
-        {"window": 9, **GROUPED},
+        {"window": 9, "output_gate": "sigmoid", **GROUPED},
         {"softcap": 2.0, "scale": 0.2, "rotary_share": 0.5, "rotary_scaling": YARN},
     ],
     "sympow": [
@@ -94,7 +102,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"gate_init": "long_memory"},
         {"gate": "learned"},
         {"gate": "alibi", "rotary": "none"},
-        {"degree": 4, **GROUPED},
+        {"degree": 4, "output_norm": "rms", "output_gate": "sigmoid", **GROUPED},
     ],
     "zeros": [
         {"zeroth": "first_layer"},

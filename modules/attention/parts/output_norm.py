@@ -1,5 +1,6 @@
 """The norm of a layer's mixed values, and the gate on them, before the output projection."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _EPS = 1e-5  # in all published layers, whatever the norms of their blocks have
-_ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 class OutputNorm(nn.Module):
@@ -21,29 +22,30 @@ class OutputNorm(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        width: int | None,
         *,
-        activation: Literal["silu", "sigmoid"] = "silu",
+        activation: Literal["none", "silu", "sigmoid"] = "none",
         groups: int | None = None,
     ) -> None:
-        """width: of the gain, which is that of a head, or with groups that of all heads."""
+        """width: of the gain, that of a head, or with groups that of all heads; None: no norm."""
         super().__init__()
         self.activation = activation
         self.groups = groups
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = None if width is None else nn.Parameter(torch.ones(width))
 
     def forward(
         self, y: Float[Tensor, "B T HV"], gate: Float[Tensor, "B T HV"] | None = None
     ) -> Float[Tensor, "B T HV"]:
         """The mixed values of all heads, in the dtype of the norm's arithmetic."""
         exact = torch.promote_types(y.dtype, torch.float32)
-        y, weight = y.to(exact), self.weight.to(exact)
+        y = y.to(exact)
         if gate is not None:
             gate = _ACTIVATIONS[self.activation](gate.to(exact))
-        if self.groups is not None:
-            y = y if gate is None else y * gate
-            rows = y.unflatten(-1, (self.groups, -1))
-            return F.rms_norm(rows, rows.shape[-1:], None, _EPS).flatten(2) * weight
-        rows = y.unflatten(-1, (-1, len(weight)))
-        y = F.rms_norm(rows, weight.shape, weight, _EPS).flatten(2)
-        return y if gate is None else y * gate
+        if self.weight is not None and self.groups is None:
+            y = y.unflatten(-1, (-1, len(self.weight)))
+            y = F.rms_norm(y, y.shape[-1:], self.weight.to(exact), _EPS).flatten(2)
+        y = y if gate is None else y * gate
+        if self.weight is not None and self.groups is not None:
+            y = y.unflatten(-1, (self.groups, -1))
+            y = F.rms_norm(y, y.shape[-1:], None, _EPS).flatten(2) * self.weight.to(exact)
+        return y

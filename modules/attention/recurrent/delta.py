@@ -6,14 +6,19 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import solve_triangular
 
 from longhaul.kernels import delta_rule, delta_rule_step
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.delta.cost import choose_chunk_size, delta_flops
-from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape, overwrite
-from longhaul.modules.attention.parts.output_norm import OutputNorm
+from longhaul.modules.attention.base import (
+    Attention,
+    LayerShape,
+    OutputConfig,
+    RotaryConfig,
+    overwrite,
+)
 from longhaul.modules.attention.parts.short_convolution import check_short_convolution
 from longhaul.modules.attention.power import for_each_query_head
 from longhaul.modules.choices import check_bounds
@@ -21,7 +26,7 @@ from longhaul.modules.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(AttentionConfig):
+class RecurrentConfig(OutputConfig):
     """Options that these kinds share."""
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
@@ -35,8 +40,11 @@ class RecurrentConfig(AttentionConfig):
     short_convolution: int = 4
     """Tokens that a convolution of queries, keys and values reads, with silu; 0: there is none."""
 
+    output_norm: Literal["none", "rms"] = "rms"
+    """none | rms (each head is divided by its root mean square, with one gain for all heads)."""
+
     output_gate: Literal["none", "silu", "sigmoid"] = "silu"
-    """none | silu | sigmoid: of a projection of x; it multiplies the normalised output."""
+    """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
 
     chunk_size: int | None = None
     """Tokens per chunk, a power of two; null: the cost model. Only affects speed."""
@@ -78,6 +86,7 @@ class DeltaAttention(Attention):
     """
 
     erases = True
+    scale: float | None = None  # None is K^(-1/2)
 
     def __init__(
         self, config: RecurrentConfig, shape: LayerShape, *, groups: int | None = None
@@ -90,24 +99,14 @@ class DeltaAttention(Attention):
         self.groups = check_groups(shape.heads if groups is None else groups, shape.heads)
         self.chunk_size = config.chunk_size
         self.short_convolution = config.short_convolution
-        self.add_qkv()
-        self.gate: nn.Module | None = None
-        activation: Literal["silu", "sigmoid"] = "silu"
-        if config.output_gate != "none":
-            activation = config.output_gate
-            self.gate = self.build_gate(shape)
-        self.output_norm = OutputNorm(self.value_dim, activation=activation)
-        self.out = shape.out_projection()
+        self.add_qkv(config.build_rotary if isinstance(config, RotaryConfig) else None)
+        self.add_output(config)
 
     @abstractmethod
     def write_and_decay(
         self, x: Float[Tensor, "B T D"]
     ) -> tuple[Float[Tensor, "B T H"] | None, Float[Tensor, "B T H *channels"] | None]:
         """b_t, and g_t of every head or of every channel of its keys; None: as the class says."""
-
-    def build_gate(self, shape: LayerShape) -> nn.Module:
-        """What the output gate is the activation of."""
-        return shape.projection(shape.mixed_width)
 
     def head_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         keys = self.groups, self.key_dim
@@ -130,25 +129,20 @@ class DeltaAttention(Attention):
         (q, k, v), after = self._project(x, documents or Documents(x), carried)
         beta, log_g = self.write_and_decay(x)
         if documents is not None:
-            log_g = _begin_anew(documents, x.new_zeros(v.shape[:3]) if log_g is None else log_g)
-        mixed, memory = delta_rule(
-            q,
-            k,
-            v,
-            beta,
-            log_g,
-            initial_state=memory,
-            output_final_state=keep_state,
-            chunk_size=self.chunk_size,
-        )
+            if log_g is None:
+                log_g = x.new_zeros(v.shape[:3], dtype=torch.promote_types(x.dtype, torch.float32))
+            log_g = documents.begin_anew(log_g.flatten(2)).view_as(log_g)
+        mixed, memory = self._mix(q, k, v, beta, log_g, memory, keep_state)
         return self.read_out(x, mixed), None if memory is None else RecurrentState(memory, after)
 
     def step(
         self, x: Float[Tensor, "B 1 D"], state: RecurrentState, *, inplace: bool = False
     ) -> tuple[Float[Tensor, "B 1 D"], RecurrentState]:
-        operands, after = self._project(x, Documents(x), state.carried)
+        (q, k, v), after = self._project(x, Documents(x), state.carried)
+        q, k = self.features(q), self.features(k)
+        beta, log_g = self.write_and_decay(x)
         mixed, memory = delta_rule_step(
-            state.memory, *operands, *self.write_and_decay(x), inplace=inplace
+            state.memory, q, k, v, beta, log_g, scale=self.scale, inplace=inplace
         )
         return self.read_out(x, mixed), RecurrentState(memory, after)
 
@@ -158,22 +152,51 @@ class DeltaAttention(Attention):
         y, (memory, carried) = self.step(x, state, inplace=True)
         return y, RecurrentState(memory, overwrite(state.carried, carried))
 
+    def features(self, x: Float[Tensor, "B T G K"]) -> Float[Tensor, "B T G P"]:
+        """Queries or keys as the rows of the state have them."""
+        return x
+
+    def _mix(
+        self,
+        q: Float[Tensor, "B T G K"],
+        k: Float[Tensor, "B T G K"],
+        v: Float[Tensor, "B T H V"],
+        beta: Float[Tensor, "B T H"] | None,
+        log_g: Float[Tensor, "B T H *channels"] | None,
+        memory: Float[Tensor, "B H P V"] | None,
+        keep_state: bool,
+    ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P V"] | None]:
+        return delta_rule(
+            q,
+            k,
+            v,
+            beta,
+            log_g,
+            scale=self.scale,
+            initial_state=memory,
+            output_final_state=keep_state,
+            chunk_size=self.chunk_size,
+        )
+
     def _project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
         """q, k and v in one dtype, and what the state carries besides the memory."""
+        after, rotation = {}, None
+        if self.rotary is not None:
+            start = carried.get("rotation", x.new_zeros(len(x), dtype=torch.float64))
+            rotation = documents.positions(start)
+            after["rotation"] = documents.last(rotation).clone()  # not a view of all positions
         qkv, convolved = self.projected(x, documents, carried.get("convolved"))
-        q, k, v = self.queries_keys_values(x, qkv=qkv)
-        return (q.to(v.dtype), k.to(v.dtype), v), {} if convolved is None else {
-            "convolved": convolved
-        }
+        if convolved is not None:
+            after["convolved"] = convolved
+        q, k, v = self.queries_keys_values(x, rotation, documents.T, qkv=qkv)
+        return (q.to(v.dtype), k.to(v.dtype), v), after
 
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T H V"]
     ) -> Float[Tensor, "B T D"]:
-        gate = None if self.gate is None else self.gate(x)
-        y: Tensor = self.out(self.output_norm(mixed.flatten(2), gate).to(x.dtype))
-        return y
+        return self.project_output(x, mixed.flatten(2))
 
     def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
         return self.write_and_decay(x)[1]
@@ -183,26 +206,25 @@ class DeltaAttention(Attention):
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         """scores (I + system)^(-1) diag(b), both with products of gates, which may be zero."""
-        q, k, _ = self.queries_keys_values(x)
+        (q, k, _), _ = self._project(x, Documents(x), {})
         beta, log_g = self.write_and_decay(x)
         exact = torch.promote_types(x.dtype, torch.float32)
-        q, k = (for_each_query_head(one, self.num_heads).to(exact) for one in (q, k))
-        T = x.shape[1]
+        q, k = (self.features(for_each_query_head(one, self.num_heads).to(exact)) for one in (q, k))
+        if log_g is None:
+            log_g = q.new_zeros(q.shape[:3])
+        channels = (log_g if log_g.ndim == 4 else log_g[..., None]).to(exact)
+        # The products of the gates of i + 1 .. t, (B, H, T, T, K or 1).
+        gates = channels.exp().transpose(1, 2)[:, :, :, None]
+        later = torch.ones(gates.shape[2], gates.shape[2], dtype=torch.bool, device=x.device)
+        decay = torch.where(later.tril(-1)[..., None], gates, 1).cumprod(dim=2)
         with without_autocast(x):
-            if log_g is None:
-                scores, pairs = (torch.einsum("bthk,bihk->bhti", one, k) for one in (q, k))
-            else:
-                channels = log_g if log_g.ndim == 4 else log_g[..., None]
-                gates = (
-                    channels.to(exact).exp().permute(0, 2, 1, 3)[:, :, :, None]
-                )  # (B, H, T, 1, K)
-                later = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(-1)[..., None]
-                decay = torch.where(later, gates, 1).cumprod(dim=2)
-                decay = decay.expand(*decay.shape[:-1], q.shape[-1])
-                scores, pairs = (
-                    torch.einsum("bthk,bihk,bhtik->bhti", one, k, decay) for one in (q, k)
-                )
-            scores = scores.tril() * self.key_dim**-0.5
+            scores, pairs = (
+                torch.einsum("bthk,bihk,bhtik->bhti", one, k, decay)
+                if log_g.ndim == 4
+                else torch.einsum("bthk,bihk->bhti", one, k) * decay[..., 0]
+                for one in (q, k)
+            )
+            scores = scores.tril() * (self.key_dim**-0.5 if self.scale is None else self.scale)
             if beta is None:
                 return scores
             strength = beta.to(exact).mT  # (B, H, T)
@@ -220,12 +242,18 @@ class DeltaAttention(Attention):
         return self.num_heads * flops // T
 
     def state_size(self) -> int:
-        return self.num_heads * self.key_dim * self.value_dim + self._num_convolved()
+        rotation = 0 if self.rotary is None else 1
+        return self._memory_size() + self._num_convolved() + rotation
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
-        memory = self.num_heads * self.key_dim * self.value_dim
         exact = torch.promote_types(dtype, torch.float32)
-        return memory * exact.itemsize + self._num_convolved() * dtype.itemsize
+        rotation = 0 if self.rotary is None else torch.float64.itemsize
+        memory = self._memory_size() * exact.itemsize
+        return memory + self._num_convolved() * dtype.itemsize + rotation
+
+    def _memory_size(self) -> int:
+        rows = self.features(torch.empty(1, 1, 1, self.key_dim, device="meta")).shape[-1]
+        return self.num_heads * rows * self.value_dim
 
     def _num_convolved(self) -> int:
         return 0 if self.convolution is None else self.convolution.state_size
@@ -241,9 +269,3 @@ def check_groups(groups: int, heads: int) -> int:
 def _unit(x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:
     """x / |x|; zeros stay zeros."""
     return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def _begin_anew(
-    documents: Documents, log_g: Float[Tensor, "B T H *channels"]
-) -> Float[Tensor, "B T H *channels"]:
-    return documents.begin_anew(log_g.flatten(2)).view_as(log_g)

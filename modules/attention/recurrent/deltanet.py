@@ -17,7 +17,7 @@ class DeltaNetConfig(DeltaConfig):
     """Keys and values are as wide as a head, and there is no output gate, unless told otherwise."""
 
     output_gate: Literal["none", "silu", "sigmoid"] = "none"
-    """none | silu | sigmoid: of a projection of x; it multiplies the normalised output."""
+    """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
 
     def build(self, shape: LayerShape) -> Attention:
         return DeltaNet(self, shape)

@@ -18,7 +18,7 @@ class KimiDeltaConfig(DeltaConfig):
     """Keys and values are as wide as a head, unless told otherwise."""
 
     output_gate: Literal["none", "silu", "sigmoid"] = "sigmoid"
-    """none | silu | sigmoid: of a projection of low rank; it multiplies the normalised output."""
+    """none | silu | sigmoid: of a projection of low rank, which multiplies the output."""
 
     def build(self, shape: LayerShape) -> Attention:
         return KimiDelta(self, shape)
@@ -39,8 +39,8 @@ class KimiDelta(DeltaAttention):
         self.decay = LowRank(shape.width, self.value_dim, shape.heads * self.key_dim)
         self.time_step = TimeStep(shape.heads, rates=(1.0, 16.0), per_head=self.key_dim)
 
-    def build_gate(self, shape: LayerShape) -> nn.Module:
-        V = shape.head_dim
+    def build_output_gate(self) -> nn.Module:
+        shape, V = self.shape, self.value_dim
         return nn.Sequential(
             shape.projection(V), replace(shape, width=V).projection(shape.mixed_width)
         )

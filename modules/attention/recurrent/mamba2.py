@@ -1,14 +1,14 @@
 """Mamba-2: a state-space model with a scalar decay per head, as a layer of attention."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.parts.gates import ScalarPerHead
-from longhaul.modules.attention.parts.output_norm import OutputNorm
 from longhaul.modules.attention.parts.time_step import TimeStep
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.choices import check_bounds
@@ -28,6 +28,12 @@ class Mamba2Config(PowerConfig):
 
     groups: int = 1
     """Keys and queries per token, 1 or more, a divisor of the heads, which share them."""
+
+    output_norm: Literal["none", "rms"] = "rms"
+    """none | rms (the gated output of each group of heads is divided by its root mean square)."""
+
+    output_gate: Literal["none", "silu", "sigmoid"] = "silu"
+    """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
 
     short_convolution: int = 4
     """Tokens that a convolution of queries, keys and values reads, with silu; 0: there is none."""
@@ -60,7 +66,8 @@ class Mamba2(PowerAttention):
             raise ValueError(
                 f"attention.groups: found {config.groups}, wanted a divisor of {heads} heads"
             )
-        self.groups, self.state_dim = config.groups, config.key_dim
+        self.groups = self.norm_groups = config.groups
+        self.state_dim = config.key_dim
         if shape.key_heads == shape.heads:  # else refused, by the model's own heads
             shape = replace(shape, heads=heads, key_heads=heads)
         super().__init__(config, shape)
@@ -68,8 +75,6 @@ class Mamba2(PowerAttention):
         self.step_size = ScalarPerHead(shape.width, heads)
         self.time_step = TimeStep(heads, rates=(1.0, 16.0))
         self.skip = nn.Parameter(torch.ones(heads))  # D
-        self.gate = shape.projection(shape.mixed_width)
-        self.output_norm = OutputNorm(shape.mixed_width, groups=config.groups)
 
     def head_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         keys = self.groups, self.state_dim
@@ -92,9 +97,3 @@ class Mamba2(PowerAttention):
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         return super().weights(x) + self.skip[:, None, None] * torch.eye(x.shape[1], dtype=x.dtype)
-
-    def read_out(
-        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]
-    ) -> Float[Tensor, "B T D"]:
-        y = self.output_norm(mixed.flatten(2), self.gate(x))
-        return self.out(y.to(x.dtype))  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ def mamba2(attention: Any, x: Tensor, *, groups: int) -> Tensor:
         h = decay[:, t, :, None, None] * h + written
         read = torch.einsum("bhvk,bhk->bhv", h, C[:, t])
         outputs.append(read + attention.skip[:, None] * v[:, t])
-    y = torch.stack(outputs, 1).flatten(2) * silu(x @ attention.gate.weight.T)
+    y = torch.stack(outputs, 1).flatten(2) * silu(x @ attention.output_gate.weight.T)
     y = rms(heads(y, groups)).flatten(2) * attention.output_norm.weight
     return y @ attention.out.weight.T
 
@@ -108,10 +108,35 @@ def delta(kind: str, attention: Any, x: Tensor, *, strongest: float = 1.0) -> Te
     log_g = heads(log_g.flatten(2), H).expand(-1, -1, -1, k.shape[-1])
     y = (rms(recurrence(q, k, v, beta, log_g.exp())) * attention.output_norm.weight).flatten(2)
     if kind == "kimi_delta":
-        first, second = attention.gate
+        first, second = attention.output_gate
         y = y * torch.sigmoid(x @ first.weight.T @ second.weight.T)
-    elif attention.gate is not None:
-        y = y * silu(x @ attention.gate.weight.T)
+    elif attention.output_gate is not None:
+        y = y * silu(x @ attention.output_gate.weight.T)
+    return y @ attention.out.weight.T
+
+
+def turned(x: Tensor) -> Tensor:
+    """Pairs (j, j + K / 2) turned by 2 pi t / 64^(2 j / K), t = 1, 2, ..."""
+    half = x.shape[-1] // 2
+    rates = 2 * torch.pi * 64.0 ** (-2 * torch.arange(half, dtype=x.dtype) / x.shape[-1])
+    angle = (torch.arange(1, T + 1, dtype=x.dtype)[:, None] * rates)[:, None]
+    first, second = x.split(half, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+def power_delta(attention: Any, x: Tensor) -> Tensor:
+    """The delta rule on all K^2 products of two coordinates, of turned unit queries and keys."""
+    q, k, v = (heads(one, H) for one in (x @ attention.qkv.weight.T).chunk(3, dim=-1))
+    q, k = (
+        torch.einsum("bthi,bthj->bthij", one, one).flatten(3)
+        for one in (turned(unit(q)), turned(unit(k)))
+    )
+    beta = torch.sigmoid(x @ attention.write.weight.T)
+    gates = torch.sigmoid(x @ attention.gate.weight.T)[..., None].expand_as(k)
+    # `recurrence` divides by the root of the width of its keys.
+    y = recurrence(q, k, v, beta, gates) * k.shape[-1] ** 0.5
+    y = (rms(y) * attention.output_norm.weight).flatten(2)
     return y @ attention.out.weight.T
 
 
@@ -123,6 +148,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gated_deltanet", {"groups": 1, "key_dim": 5, "value_dim": 3}),
     ("kimi_delta", {}),
     ("gated_linear", {}),
+    ("power_delta", {"longest_document": 64}),
+    ("power_delta", {"longest_document": 64, "chunk_size": 4}),
 ]
 
 
@@ -133,6 +160,8 @@ def test_a_layer_computes_its_recurrence(kind: str, options: dict[str, Any]) -> 
     x.requires_grad_()
     if kind == "mamba2":
         wanted = mamba2(attention, x, groups=options["groups"])
+    elif kind == "power_delta":
+        wanted = power_delta(attention, x)
     else:
         strongest = 2.0 if options.get("negative_eigenvalues") else 1.0
         wanted = delta(kind, attention, x, strongest=strongest)

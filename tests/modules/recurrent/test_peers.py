@@ -64,7 +64,7 @@ def test_mamba2(groups: int) -> None:
         return torch.cat([q, k, v])
 
     copied = {
-        "qkv.weight": torch.cat([q, k, v]), "gate.weight": z, "step_size.weight": dt,
+        "qkv.weight": torch.cat([q, k, v]), "output_gate.weight": z, "step_size.weight": dt,
         "convolution.weight": qkv(weights["conv1d.weight"]),
         "convolution.bias": qkv(weights["conv1d.bias"]),
         "time_step.A_log": weights["A_log"], "time_step.dt_bias": weights["dt_bias"],
@@ -90,7 +90,7 @@ def test_gated_deltanet_of_olmo_hybrid(negative: bool) -> None:
     copied = {
         "qkv.weight": torch.cat([weights[f"{one}_proj.weight"] for one in "qkv"]),
         "convolution.weight": weights["conv1d.weight"],
-        "gate.weight": weights["g_proj.weight"], "write.weight": weights["b_proj.weight"],
+        "output_gate.weight": weights["g_proj.weight"], "write.weight": weights["b_proj.weight"],
         "decay.weight": weights["a_proj.weight"], "time_step.A_log": weights["A_log"],
         "time_step.dt_bias": weights["dt_bias"], "output_norm.weight": weights["o_norm.weight"],
         "out.weight": weights["o_proj.weight"],
@@ -119,7 +119,7 @@ def test_gated_deltanet_of_qwen3_next() -> None:
     )
     copied = {
         "qkv.weight": torch.cat([q, k, v]), "convolution.weight": weights["conv1d.weight"],
-        "gate.weight": z, "write.weight": b, "decay.weight": a,
+        "output_gate.weight": z, "write.weight": b, "decay.weight": a,
         "time_step.A_log": weights["A_log"], "time_step.dt_bias": weights["dt_bias"],
         "output_norm.weight": weights["norm.weight"], "out.weight": weights["out_proj.weight"],
     }  # fmt: skip
@@ -139,7 +139,8 @@ def test_kimi_delta() -> None:
     copied = {
         "qkv.weight": torch.cat([weights[f"{one}_proj.weight"] for one in "qkv"]),
         "convolution.weight": weights["conv1d.weight"],
-        "gate.0.weight": weights["g_a_proj.weight"], "gate.1.weight": weights["g_b_proj.weight"],
+        "output_gate.0.weight": weights["g_a_proj.weight"],
+        "output_gate.1.weight": weights["g_b_proj.weight"],
         "write.weight": weights["b_proj.weight"],
         "decay.down_weight": weights["forget_gate.f_a_proj.weight"],
         "decay.up_weight": weights["forget_gate.f_b_proj.weight"],
