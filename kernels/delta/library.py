@@ -39,13 +39,10 @@ _BACKWARD = (
 )
 
 
-def run(call: DeltaCall, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
-    """Output and final state of a call, differentiable."""
+def run(call: DeltaCall, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Output, empty without queries, and final state of a call, differentiable."""
     out, state, _ = delta_forward(*inputs, **vars(call))
-    return (
-        None if inputs.q is None else out,
-        state if call.output_final_state else None,
-    )
+    return out, state if call.output_final_state else None
 
 
 @custom_op("delta_forward", _FORWARD)
@@ -117,10 +114,9 @@ delta_forward.register_autograd(_backward, setup_context=_setup_context)
 
 def _flops(count: Callable[..., int], inputs: tuple[Any, ...], chunk_size: int) -> int:
     k, v, _q, beta, *_, cu_seqlens = inputs
-    (K, V), erases = (k.shape[3], v.shape[3]), beta is not None
-    return v.shape[2] * sum(
-        count(T, K, V, chunk_size, erases=erases) for T in lengths(v, cu_seqlens)
-    )
+    sizes, H = (k.shape[3], v.shape[3], chunk_size), int(v.shape[2])
+    erases = beta is not None
+    return H * sum(count(T, *sizes, erases=erases) for T in lengths(v, cu_seqlens))
 
 
 @register_flop_formula(_OPS.delta_forward, get_raw=True)

@@ -107,9 +107,7 @@ def delta_rule(
         output_final_state=output_final_state,
         keeps_states=_any_needs_gradient(q, k, v, beta, log_g, initial_state),
     )
-    out, state = library.run(call, Inputs(k, v, q, beta, log_g, initial_state, cu_seqlens))
-    assert out is not None
-    return out, state
+    return library.run(call, Inputs(k, v, q, beta, log_g, initial_state, cu_seqlens))
 
 
 def delta_rule_step(
@@ -149,8 +147,9 @@ def delta_rule_step(
         if resolved == "reference":
             out, after = delta_rule_reference(q, k, v, beta, log_g, state, scale=scale)
         else:
-            now = (None if x is None else x[:, 0].to(dtype) for x in (q, k, v, beta, log_g))
-            out, after = step(state.to(dtype), *now, scale=scale, inplace=inplace)
+            now = (x[:, 0].to(dtype) for x in (q, k, v))
+            gates = (None if x is None else x[:, 0].to(dtype) for x in (beta, log_g))
+            out, after = step(state.to(dtype), *now, *gates, scale=scale, inplace=inplace)
             out = out[:, None].to(q.dtype)
     if inplace and after is not state:
         after = state.copy_(after)

@@ -116,7 +116,7 @@ class Chunks:
         return LoadedGradients(dk, dv, dq, dbeta, dlog_g), dstate
 
     def _walk_back(self, dout: Tensor | None, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Carry the gradient of the state back through the chunks, eqs. (10) and (11).
+        """Carry the gradient of the state back through the chunks, eqs. (11) and (12).
 
         Returns the gradients of the new values (X, C, V), of the states after the chunks (X, K, V),
         and of the state before them.

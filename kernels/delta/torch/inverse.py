@@ -13,7 +13,7 @@ _SUBSTITUTED = 16
 def unit_lower_inverse(a: Tensor) -> Tensor:
     """(I + A)^(−1), (X, C, C), from the entries of a below its diagonal; the others are not read.
 
-    [[P, 0], [R, Q]]^(−1) = [[P^(−1), 0], [−Q^(−1) R P^(−1), Q^(−1)]], from blocks of 16 tokens up.
+    Blocks of 16 tokens are merged by eq. (16).
     For unit keys and β in [0, 2] no entry of any of these inverses exceeds 2. A series of powers of
     A would add far larger numbers that cancel.
     """

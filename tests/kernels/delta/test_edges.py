@@ -232,4 +232,4 @@ def test_nearly_parallel_keys_keep_their_digits() -> None:
     wanted, _ = delta_rule(*(one.double() for one in x), backend="reference")
     rounded, _ = delta_rule(*x, backend="reference")
     found, _ = delta_rule(*x)
-    assert_close(found, wanted, rounded, multiple=40)
+    assert_close(found, wanted, rounded, multiple=40.0)
