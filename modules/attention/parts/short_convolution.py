@@ -73,12 +73,14 @@ class ShortConvolution(nn.Module):
     ) -> Float[Tensor, "B past W"]:
         """The last inputs of earlier parts, which may be shorter than the convolution."""
 
-        def last(every: tuple[Tensor, ...], start: None) -> Tensor:
+        def last(every: tuple[Tensor, ...], start: Tensor | None) -> Tensor:
             inputs = every[0].transpose(0, 1).flatten(1, 2)  # (B, parts x their tokens, W)
             return F.pad(inputs, (0, 0, self.past, 0))[:, -self.past :]
 
         assert documents.sequence_part is not None
-        return state_before(documents.sequence_part, (x[:, -self.past :],), last, None)
+        own = (x[:, -self.past :],)
+        state: Tensor = state_before(documents.sequence_part, own, last, None)
+        return state
 
 
 def check_short_convolution(width: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import solve_triangular
@@ -19,6 +20,7 @@ from longhaul.modules.attention.base import (
     RotaryConfig,
     overwrite,
 )
+from longhaul.modules.attention.parts.context_parallel import state_before
 from longhaul.modules.attention.parts.short_convolution import check_short_convolution
 from longhaul.modules.attention.power import for_each_query_head
 from longhaul.modules.choices import check_bounds
@@ -125,8 +127,10 @@ class DeltaAttention(Attention):
     ) -> tuple[Float[Tensor, "B T D"], RecurrentState | None]:
         if state is not None and keep_state and x.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(x, state)
+        self.check_stateless(has_state=state is not None or keep_state)
         memory, carried = state or (None, {})
-        (q, k, v), after = self._project(x, documents or Documents(x), carried)
+        where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
+        (q, k, v), after = self._project(x, where, carried)
         beta, log_g = self.write_and_decay(x)
         if documents is not None:
             if log_g is None:
@@ -138,6 +142,7 @@ class DeltaAttention(Attention):
     def step(
         self, x: Float[Tensor, "B 1 D"], state: RecurrentState, *, inplace: bool = False
     ) -> tuple[Float[Tensor, "B 1 D"], RecurrentState]:
+        self.check_stateless(has_state=True)
         (q, k, v), after = self._project(x, Documents(x), state.carried)
         q, k = self.features(q), self.features(k)
         beta, log_g = self.write_and_decay(x)
@@ -166,6 +171,10 @@ class DeltaAttention(Attention):
         memory: Float[Tensor, "B H P V"] | None,
         keep_state: bool,
     ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P V"] | None]:
+        if self.sequence_part is not None:
+            with without_autocast(v):
+                own = self._transition(k, v, beta, log_g)
+                memory = state_before(self.sequence_part, own, _after_parts, None)
         return delta_rule(
             q,
             k,
@@ -177,6 +186,33 @@ class DeltaAttention(Attention):
             output_final_state=keep_state,
             chunk_size=self.chunk_size,
         )
+
+    def _transition(
+        self, k: Tensor, v: Tensor, beta: Tensor | None, log_g: Tensor | None
+    ) -> tuple[Float[Tensor, "B H K K"], Float[Tensor, "B H K V"]]:
+        """M and E of M S + E, which these tokens make of a state S: of I without values, M."""
+        B, _, H, V = v.shape
+        K = self.key_dim
+        one = torch.eye(K, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+        start = torch.cat([one.expand(B, H, -1, -1), one.new_zeros(B, H, K, V)], dim=-1)
+        values = F.pad(v, (K, 0))
+        _, end = delta_rule(
+            k,
+            k,
+            values,
+            beta,
+            log_g,
+            initial_state=start,
+            output_final_state=True,
+            chunk_size=self.chunk_size,
+        )
+        assert end is not None
+        M, E = end.split([K, V], dim=-1)
+        return M, E
+
+    def check_context_parallel(self) -> None:
+        if not self.erases:
+            super().check_context_parallel()
 
     def _project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
@@ -229,9 +265,10 @@ class DeltaAttention(Attention):
                 return scores
             strength = beta.to(exact).mT  # (B, H, T)
             system = (strength[..., None] * pairs).tril(-1)
-            return scores @ solve_triangular(
+            written: Tensor = solve_triangular(
                 system, torch.diag_embed(strength), upper=False, unitriangular=True
             )
+            return scores @ written
 
     def form(self, T: int, backend: str) -> str:
         return f"chunked {self.chunk_size or choose_chunk_size(T)}"
@@ -257,6 +294,17 @@ class DeltaAttention(Attention):
 
     def _num_convolved(self) -> int:
         return 0 if self.convolution is None else self.convolution.state_size
+
+
+def _after_parts(
+    every: tuple[Float[Tensor, "parts B H K K"], Float[Tensor, "parts B H K V"]],
+    start: Tensor | None,
+) -> Float[Tensor, "B H K V"]:
+    """The state after all earlier parts, each of which makes M S + E of the one before it."""
+    state = every[1].new_zeros(every[1].shape[1:])
+    for M, E in zip(*every, strict=True):
+        state = M @ state + E
+    return state
 
 
 def check_groups(groups: int, heads: int) -> int:

@@ -126,6 +126,10 @@ class PowerDelta(DeltaAttention):
         out = from_start * (phi_q @ memory) + (decay * (q @ k.mT).square()) @ w
         return out, from_start[:, :, -1:] * memory + (decay[:, :, -1:].mT * phi_k).mT @ w
 
+    def check_context_parallel(self) -> None:
+        # Parts would exchange a number for every two features.
+        Attention.check_context_parallel(self)
+
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Scores of pairs, their solution and read-out; three products with the state a token."""
         size = self.chunk_size or choose_chunk_size(T)

@@ -35,6 +35,7 @@ from longhaul.modules.attention.parts.context_parallel import (
     state_before,
 )
 from longhaul.modules.attention.power import PowerConfig
+from longhaul.modules.attention.recurrent.delta import DeltaConfig
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
@@ -77,6 +78,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         LEARNED,
         {"key_heads": 1, "degree": 4} | LEARNED,
     ],
+    "deltanet": [{}],
+    "gated_deltanet": [{"negative_eigenvalues": True, "groups": 1}],
+    "kimi_delta": [{}],
     "linear": [
         {},
         {"feature_map": "identity", "normalizer": "head_norm"},
@@ -97,10 +101,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         LEARNED,
     ],
 }
-POWER = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
+SPLIT = [
+    kind
+    for kind in registered_variants()
+    if issubclass(attention_config(kind), (PowerConfig, DeltaConfig)) and kind != "power_delta"
+]
 LAYERS = {
     f"{kind} {options or ''} {packing}": (kind, options, offsets)
-    for kind in POWER
+    for kind in SPLIT
     for options in OPTIONS.get(kind, [{}, LEARNED])
     for packing, offsets in PACKINGS.items()
 }
@@ -282,7 +290,7 @@ def every_case(part: ContextParallel) -> dict[str, Results]:
     results |= {f"matrices {name}": matrices(bounds, part) for name, bounds in PACKINGS.items()}
     results |= {
         f"{kind} changed": layer(kind, {}, PACKINGS["straddling"], part, change=1.0)
-        for kind in POWER
+        for kind in SPLIT
     }
     results |= {name: language_model(part, **options) for name, options in MODELS.items()}
     sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
@@ -367,7 +375,7 @@ def test_a_layer_over_parts_equals_the_layer_over_the_sequence(found: list[Any],
     assert_ranks_equal(ranks, layer(*LAYERS[case], None), ("y", "dx"))
 
 
-@pytest.mark.parametrize("kind", POWER)
+@pytest.mark.parametrize("kind", SPLIT)
 def test_a_document_changes_no_bit_of_its_neighbours_in_any_part(
     found: list[Any], kind: str
 ) -> None:
@@ -425,7 +433,7 @@ class FirstOfTwo:
         raise AssertionError
 
 
-@pytest.mark.parametrize("kind", sorted(set(registered_variants()) - set(POWER)))
+@pytest.mark.parametrize("kind", sorted(set(registered_variants()) - set(SPLIT)))
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
     model = LanguageModel(
         LanguageModelConfig(
@@ -449,8 +457,9 @@ def test_degrees_whose_states_are_too_large_are_refused(degree: int) -> None:
         attention.check_context_parallel()
 
 
-def test_input_and_output_states_are_refused() -> None:
-    attention, x = build_attention("retention", WIDTH, HEADS), torch.randn(1, 4, WIDTH)
+@pytest.mark.parametrize("kind", ["retention", "deltanet"])
+def test_input_and_output_states_are_refused(kind: str) -> None:
+    attention, x = build_attention(kind, WIDTH, HEADS), torch.randn(1, 4, WIDTH)
     _, state = attention(x)
     attention.sequence_part = FirstOfTwo()
     for call in (
