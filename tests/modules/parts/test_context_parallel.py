@@ -79,7 +79,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"key_heads": 1, "degree": 4} | LEARNED,
     ],
     "deltanet": [{}],
-    "gated_deltanet": [{"negative_eigenvalues": True, "groups": 1}],
+    "gated_deltanet": [{}, {"negative_eigenvalues": True, "groups": 1}],
     "kimi_delta": [{}],
     "linear": [
         {},
