@@ -79,14 +79,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"key_heads": 1, "degree": 4} | LEARNED,
     ],
     "deltanet": [{}],
-    "gated_deltanet": [{}, {"negative_eigenvalues": True, "groups": 1}],
+    "gated_deltanet": [{}],
     "kimi_delta": [{}],
     "linear": [
         {},
         {"feature_map": "identity", "normalizer": "head_norm"},
         {"rotary": "fixed", "gate": "data"} | LEARNED,
     ],
-    "mamba2": [{}, {"groups": 2, "key_dim": 4} | LEARNED],
+    "mamba2": [{}],
     "retention": [{}, {"swish_gate": True, "short_convolution": 4}, LEARNED],
     "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],
     "sympow_gated": [
