@@ -8,7 +8,7 @@ from pydantic import Field
 
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
 from longhaul.modules.attention.softmax import SoftmaxConfig
-from longhaul.modules.rotary import RotaryScaling
+from longhaul.modules.rotary import ROTARY_SCALINGS, RotaryScaling
 
 Options = dict[str, Any]
 """Those of softmax attention in a layer."""
@@ -16,13 +16,8 @@ Options = dict[str, Any]
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_LONG = ("factor", "attention_factor", "original_max_position_embeddings")
-_SCALINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LONG[2]),
-    "yarn": (*_LONG, "beta_fast", "beta_slow", "truncate"),
-    "longrope": (*_LONG, "short_factor", "long_factor"),
+_SCALINGS = {
+    "default" if kind == "none" else kind: names for kind, names in ROTARY_SCALINGS.items()
 }
 """The parameters of each `rope_type`, which RotaryScaling has by the same names."""
 
