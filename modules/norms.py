@@ -30,6 +30,19 @@ class RMSNorm(nn.Module):
         return _normed(x.to(exact), w, self.eps).to(x.dtype)
 
 
+class QueryKeyNorm(RMSNorm):
+    """An RMSNorm whose gain w is rounded to the dtype of x, but not 1 + w.
+
+    Queries and keys have 16 bits under autocast, and torch's fused kernel, which makes no copies
+    of them in float32, wants a gain of their dtype.
+    """
+
+    def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
+        if self.has_offset:
+            return super().forward(x)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
 def _normed(x: Tensor, w: Tensor, eps: float) -> Tensor:
     if x.is_cuda or torch.compiler.is_compiling():
         return F.rms_norm(x, w.shape, w, eps)

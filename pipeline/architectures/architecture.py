@@ -12,7 +12,8 @@ from torch import Tensor
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
 from longhaul.modules.attention import LayerShape
 from longhaul.modules.attention.softmax import SoftmaxConfig
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.layers import Layers, in_config
 
 
@@ -305,14 +306,14 @@ def canonical(model: LanguageModelConfig) -> LanguageModelConfig:
     Layers whose attention is not that of the first one have an entry each.
     """
     shape, biases = model.shape_of(0), model.biases
-    places = _PLACES if biases is True else biases or ()
+    places = [one for one in _PLACES if one != "norms" or model.norm == "layer"]
     return replace(
         model,
         init="gpt2",
         kv_heads=shape.key_heads,
         head_dim=shape.head_dim,
         mlp_width=4 * model.width if model.mlp_width is None else model.mlp_width,
-        biases=cast(Any, [one for one in _PLACES if one in places]),
+        biases=cast(Any, [one for one in places if biases is True or one in (biases or ())]),
         attention=model.attention_of(0),
         layer_attention={
             str(layer): model.attention_of(layer)

@@ -1,6 +1,6 @@
 """The tables of all architectures."""
 
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import Architecture
 from longhaul.pipeline.architectures.gpt2 import GPT2
 from longhaul.pipeline.architectures.gpt_neox import GPT_NEOX

@@ -13,7 +13,7 @@ from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.shards import Block, new_shard
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
 from longhaul.modules.progress import Progress
 from longhaul.pipeline.checkpoints.store import CheckpointStore

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.attention.sympow import SympowOptions
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.muon import orthogonalization_flops
 from longhaul.modules.optim import parameter_groups
 from longhaul.pipeline.planning.fit import device_option, memory_rows, verdict, with_num_gpus

@@ -25,7 +25,8 @@ from longhaul.datamodules.files.untrusted import (
 )
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import Architecture
 from longhaul.pipeline.architectures.registry import ARCHITECTURES
 from longhaul.pipeline.checkpoints.integrity import reason

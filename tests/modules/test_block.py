@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.norms import RMSNorm
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.norms import QueryKeyNorm, RMSNorm
 
 D, HEADS, LAYERS, VOCABULARY = 16, 2, 2, 40
 LLAMA: dict[str, Any] = {
@@ -220,9 +221,11 @@ def test_matrices_begin_as_an_initialisation_says(
     assert stds(init)["embedding.weight"] == pytest.approx(head, 0.03)
 
 
-@pytest.mark.parametrize("has_offset", [False, True])
-def test_an_rms_norm_in_bf16_is_rounded_once(has_offset: bool) -> None:
-    norm = RMSNorm(300, eps=1e-6, has_offset=has_offset)
+@pytest.mark.parametrize(
+    ("cls", "has_offset"), [(RMSNorm, False), (RMSNorm, True), (QueryKeyNorm, True)]
+)
+def test_an_rms_norm_in_bf16_is_rounded_once(cls: type[RMSNorm], has_offset: bool) -> None:
+    norm = cls(300, eps=1e-6, has_offset=has_offset)
     x = (3 * torch.randn(5, 300)).bfloat16()
     assert torch.equal(norm.weight, torch.full((300,), 0.0 if has_offset else 1.0))
     with torch.no_grad():
@@ -279,6 +282,10 @@ def test_parameters_and_flops_of_a_gated_block_match_the_formulas() -> None:
         ({"logit_softcap": 0.0}, "model.logit_softcap: found 0.0, wanted more than 0"),
         ({"embedding_scale": -1.0}, "model.embedding_scale: found -1.0, wanted more than 0"),
         ({"norm_eps": 0.0}, "model.norm_eps: found 0.0, wanted more than 0"),
+        (
+            {"norm": "rms", "biases": ["mlp", "norms"]},
+            "model.biases: found 'norms' with model.norm rms, which has none; wanted it left out",
+        ),
     ],
 )
 def test_a_shape_that_does_not_exist_is_refused(options: dict[str, Any], message: str) -> None:

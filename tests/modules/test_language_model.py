@@ -13,13 +13,15 @@ import torch.nn.functional as F
 
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 
 PEAK_OF_A_LONG_LOSS = """
 import resource, sys, torch
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 attention = attention_config("sympow")()
 model = LanguageModel(
     LanguageModelConfig(attention=attention, layers=1, width=16, heads=1, vocabulary=50_304)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from longhaul.modules.norms import QueryKeyNorm
 from longhaul.modules.rotary import Rotary
 
 
@@ -71,23 +71,6 @@ def _linear(inputs: int, outputs: int, has_bias: bool) -> nn.Linear:
     if has_bias:
         linear.bias = nn.Parameter(torch.zeros(outputs))
     return linear
-
-
-class QueryKeyNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) times a learned gain w, or times 1 + w, in the dtype of x."""
-
-    def __init__(self, width: int, *, eps: float, has_offset: bool = False) -> None:
-        super().__init__()
-        self.eps = eps
-        self.has_offset = has_offset
-        self.weight = nn.Parameter(torch.zeros(width) if has_offset else torch.ones(width))
-
-    def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-        weight: Tensor = self.weight
-        if self.has_offset:  # which 16 bits would round
-            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
 
 class QKV(nn.Module):

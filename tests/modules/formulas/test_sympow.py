@@ -28,7 +28,7 @@ from torch import Tensor
 
 from longhaul.kernels import symmetric_dim
 from longhaul.kernels.power.torch.features import expand, multiplicity
-from longhaul.modules.attention.parts.qkv import QueryKeyNorm
+from longhaul.modules.norms import QueryKeyNorm
 
 
 @INITIAL_STATE

@@ -36,7 +36,8 @@ from longhaul.modules.attention.parts.context_parallel import (
 )
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.documents import Documents, first_tokens
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 from longhaul.pipeline.distributed.context_parallel import ContextParallel

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPT
 
 from longhaul.configs import RunConfig, load_run_config, to_yaml
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.progress import Progress
 from longhaul.pipeline.architectures.architecture import canonical
 from longhaul.pipeline.architectures.registry import ARCHITECTURES, architecture_of

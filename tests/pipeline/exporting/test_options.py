@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from longhaul.configs.loader import to_dict
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.exporting import source
 from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
