@@ -50,9 +50,8 @@ ROTARY_SCALINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How a model scales its rotation rates theta_j. Options have the names of transformers.
-
-    L0 is original_max_position_embeddings. A rate has a wavelength of 2 pi / theta_j tokens.
+    """How a model scales its rotation rates theta_j, whose wavelengths are 2 pi / theta_j tokens.
+    Options have the names of transformers; L0 is original_max_position_embeddings.
     """
 
     rope_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"

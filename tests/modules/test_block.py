@@ -291,3 +291,10 @@ def test_parameters_and_flops_of_a_gated_block_match_the_formulas() -> None:
 def test_a_shape_that_does_not_exist_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+@pytest.mark.parametrize("option", ["norm", "norm_order", "mlp", "init", "qk_norm"])
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_word_that_an_option_does_not_have_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^model.{option}: found 'other', wanted one of "):
+        config(**{option: "other"})

@@ -263,6 +263,13 @@ def test_bad_rotations_are_named(kind: str, options: dict[str, object], message:
         build_attention(kind, 16, 2, **options)
 
 
+@pytest.mark.usefixtures("unchecked_types")
+def test_an_unknown_scaling_is_refused() -> None:
+    scaling = RotaryScaling(rope_type="ntk", original_max_position_embeddings=64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rotary_scaling\.rope_type: found 'ntk', wanted one of"):
+        build_attention("sympow", 16, 2, rotary_scaling=scaling)
+
+
 def test_a_window_refuses_rates_that_change_with_the_length() -> None:
     attention = build_attention("softmax", 16, 2, window=4)
     attention.set_positions(PositionScaling(name="linear", factor=2.0))
