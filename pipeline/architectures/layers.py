@@ -91,7 +91,7 @@ class Layers:
             by_type = dict(zip(reversed(types), reversed(layers), strict=True))
             rope = {name: self._rope_of(by_type.get(name, layers[0])) for name in (FULL, WINDOWED)}
         if self.is_rotated:
-            found["rope_parameters"] = rope
+            found |= {"rope_parameters": rope, **self._old_rope(rope)}
         first = layers[0]
         if self.score_width is not None:
             width = head_dim if first.scale is None else first.scale**-2
@@ -215,6 +215,17 @@ class Layers:
             found["partial_rotary_factor"] = layer.rotary_share
         values = {name: getattr(scaling, name) for name in _SCALINGS[kind]}
         return found | {name: value for name, value in values.items() if value is not None}
+
+    def _old_rope(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """The same as before version 5, which is all that many tools read."""
+        of_full = rope if self.local_theta is None else rope[FULL]
+        found = {old: of_full[new] for old, new in self.old.items()}
+        if of_full["rope_type"] != "default":
+            scaling = {k: v for k, v in of_full.items() if k not in self.old.values()}
+            found["rope_scaling"] = scaling
+        if self.local_theta is not None:
+            found["rope_local_base_freq"] = rope[WINDOWED]["rope_theta"]
+        return found
 
 
 def in_config(layers: Sequence[Options]) -> tuple[Options, dict[str, Options]]:

@@ -418,6 +418,7 @@ def test_every_field_is_followed_by_a_docstring_of_one_line(cls: type) -> None:
         ("model.width=3", "config: found 'model.width=3', wanted a YAML file or a preset before"),
         ("run/demo", "found no file run/demo and no such preset, the nearest preset is run/demo.y"),
         ("softmax-256", "the nearest preset is run/paper/softmax-256.yaml"),
+        ("llama-340m", "the nearest preset is run/llama-340m.yaml"),
         ("xyzzy", "config: found no file xyzzy and no such preset, wanted a YAML file"),
     ],
 )
