@@ -27,11 +27,9 @@ GPT2 = Architecture(
     ),
     constants={"embedding_norm": False},
     biases=("qkv", "out", "mlp", "norms"),
-    ignored_fields=frozenset(
-        {
-            *("n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
-            *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-        }
+    ignored_fields=(
+        *("n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
+        *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     ),
     context=1024,
     layers=Layers(is_rotated=False),

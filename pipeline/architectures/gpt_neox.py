@@ -42,7 +42,7 @@ GPT_NEOX = Architecture(
     ),
     constants={"embedding_norm": False},
     biases=("mlp", "norms"),
-    ignored_fields=frozenset({"classifier_dropout", "is_decoder"}),
+    ignored_fields=("classifier_dropout", "is_decoder"),
     context=2048,
     layers=Layers(
         share=0.25,
