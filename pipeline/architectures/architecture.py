@@ -196,7 +196,8 @@ class Architecture:
             for name, value in content.items()
             if name not in self.ignored_fields and name not in _IGNORED
         }
-        values, places = dict(self.constants), [*self.biases]
+        # None of them normalises the embedding.
+        values, places = {"embedding_norm": False, **self.constants}, [*self.biases]
         for one in self.fields:
             value = left.pop(one.name, one.absent)
             if isinstance(one, Field):

@@ -15,7 +15,7 @@ from longhaul.pipeline.architectures.architecture import (
     Modules,
     Rows,
 )
-from longhaul.pipeline.architectures.gpt_neox import GELUS
+from longhaul.pipeline.architectures.gpt import GELUS
 from longhaul.pipeline.architectures.layers import FULL, WINDOWED, Layers
 
 
@@ -54,7 +54,7 @@ _NORMS_AROUND: Modules = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-_CONSTANTS = {"norm": "rms", "embedding_norm": False}
+_CONSTANTS = {"norm": "rms"}
 
 
 def _fields(
@@ -203,7 +203,7 @@ GEMMA2 = Architecture(
         *_GEMMA_FIELDS,
         Field("final_logit_softcapping", 30.0, "logit_softcap"),
     ),
-    constants={"norm": "rms_offset", "norm_order": "sandwich", "embedding_norm": False},
+    constants={"norm": "rms_offset", "norm_order": "sandwich"},
     has_scaled_embedding=True,
     # transformers reads hidden_activation and sliding_window alone.
     ignored_fields=("hidden_act", "sliding_window_size", "cache_implementation"),
@@ -275,7 +275,7 @@ STARCODER2 = dataclasses.replace(
         Dropout("residual_dropout"),
         Dropout("embedding_dropout"),
     ),
-    constants={"embedding_norm": False},
+    constants={},
     biases=("norms",),
     # The first code of it had these, that of transformers reads none of them.
     ignored_fields=(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import Tokenizer
 from longhaul.modules.block import Block
@@ -94,10 +95,10 @@ def check_export(
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise ValueError(
-            f"attention.kind: found {name}, whose exported code does not run: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        failed = f"attention.kind: found {name}, whose exported code does not run"
+        if architecture is not None:
+            failed = f"transformers cannot run the exported {name}"
+        raise ValueError(f"{failed}: {type(error).__name__}: {one_line(error)}") from error
     for case, logits in wanted.items():
         size = max(1.0, logits.abs().nan_to_num().max().item())
         if not torch.allclose(found[case], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):

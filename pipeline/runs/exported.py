@@ -83,7 +83,7 @@ class _ExportedConfig:
 
 @dataclass(frozen=True)
 class _TokenizerSettings:
-    tokenizer_class: str
+    tokenizer_class: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,9 @@ def exported_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in an exported folder. Raises ValueError if it is missing or damaged."""
     try:
         path = folder / "tokenizer_config.json"
-        settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
+        settings = _TokenizerSettings()
+        if path.exists():  # not every published folder has it
+            settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
         if settings.tokenizer_class == "LonghaulTokenizer":
             return LongCrawl64Tokenizer()
         config = folder / "config.json"

@@ -73,6 +73,8 @@ def test_the_run_computes_what_transformers_does(tmp_path: Path, dtype: torch.dt
 
 def test_commands_take_the_run(make_run: Callable[[int], Run], tmp_path: Path) -> None:
     theirs = save(tmp_path / "theirs")
+    # As some published folders have it, such as that of GPT-2; the ids are in config.json.
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"model_max_length": 64}')
     run = make_run(1)
     result = run.longhaul("import", str(tmp_path / "theirs"), "imported")
     assert result.stdout == f"written: {run.path}/imported/checkpoints/step-000000000\n"
