@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
@@ -139,14 +139,11 @@ class Layers:
             rotation = self._rotation(outer | found, "rope_parameters", self.theta, context)
             rotations = [rotation] * len(windows)
         else:
+            hint = dict[Literal["full_attention", "sliding_attention"], dict[str, Any] | None]
+            nested = checked_value(hint, given["rope_parameters"], "rope_parameters")
             # Before version 5 a scaling was that of layers without a window.
-            nested = given["rope_parameters"]
             full = outer | (nested.get(FULL) or {}) | given["rope_scaling"]
             small = ({} if local is None else {"rope_theta": local}) | (nested.get(WINDOWED) or {})
-            if unknown := sorted(nested.keys() - {FULL, WINDOWED}):
-                raise ValueError(
-                    f"rope_parameters.{unknown[0]}: found it, wanted {FULL} and {WINDOWED} alone"
-                )
             of_full = self._rotation(full, f"rope_parameters.{FULL}", self.theta, context)
             of_small = self._rotation(
                 small, f"rope_parameters.{WINDOWED}", self.local_theta, context
@@ -175,7 +172,7 @@ class Layers:
         found = {"rope_theta": theta, **{k: v for k, v in given.items() if v is not None}}
         kind = found.pop("rope_type", found.get("type", "default"))
         found.pop("type", None)
-        if kind not in _SCALINGS:
+        if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ValueError(
                 f"{where}.rope_type: found {shown(kind)}, wanted one of {', '.join(_SCALINGS)}"
             )

@@ -17,7 +17,7 @@ from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.progress import Progress
-from longhaul.pipeline.architectures.architecture import canonical
+from longhaul.pipeline.architectures.architecture import Place, canonical
 from longhaul.pipeline.architectures.registry import ARCHITECTURES, architecture_of
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.exporting import transformers_check
@@ -243,8 +243,8 @@ def test_rows_and_columns_of_what_two_ranks_have_written(tmp_path: Path) -> None
             metadata = {"format": "pt", "DCP_SHARDING_INFO": placed}
             save_file({"model/w": part.contiguous()}, tmp_path / files[-1], metadata)
         tensor = saved_tensors(tmp_path, files, "model")["w"]
-        rows = SavedRows(tensor, ((4, 8), (0, 2), (10, None)))
-        columns = SavedRows(tensor, ((0, None),), is_transposed=True)
+        rows = SavedRows(tensor, Place("w", ((4, 8), (0, 2), (10, None))))
+        columns = SavedRows(tensor, Place("w", is_transposed=True))
         write_shards(tmp_path / "new", {"rows": rows, "columns": columns}, 1 << 20)
         found = load_file(tmp_path / "new" / "model.safetensors")
         assert torch.equal(found["rows"], torch.cat([whole[4:8], whole[:2], whole[10:]]))
@@ -278,6 +278,36 @@ def test_a_folder_of_transformers_is_read(tmp_path: Path, tied: bool, parallel: 
     old = {"rope_parameters": ..., "rotary_emb_base": 5000, "rotary_pct": 0.5, "rope_scaling": None}
     describe(tmp_path, old)
     assert exported_model(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("gemma3_text", "sliding_window_pattern", 0, "found 0, wanted greater than or equal to 1"),
+        ("qwen2", "max_window_layers", "a", "found 'a', wanted a valid integer"),
+        ("gemma3_text", "rope_parameters", {"full_attention": 1}, "found 1, wanted a valid dict"),
+        ("gemma3_text", "rope_parameters", {"other": {}}, "wanted 'full_attention' or 'sliding_"),
+        ("llama", "rope_scaling", {"type": [1]}, r"rope_type: found \[1\], wanted one of default"),
+        ("gemma2", "hidden_size", 10**400, "model.width: found 1000"),
+        ("llama", "rope_interleaved", True, "rope_interleaved: found True, wanted None"),
+    ],
+)
+def test_a_damaged_field_is_named(
+    tmp_path: Path, name: str, field: str, value: Any, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, field: value}))
+    with pytest.raises(ValueError, match=message):
+        exported_model(tmp_path)
+
+
+def test_fields_of_published_files_that_change_no_logit_are_read(tmp_path: Path) -> None:
+    for name, fields in (
+        ("llama", {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 2}),
+        ("gemma2", {"sliding_window_size": 4096, "cache_implementation": "hybrid"}),
+        ("smollm3", {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **fields}))
+        assert exported_model(tmp_path) == ARCHITECTURES[name].model_of({})
 
 
 @pytest.mark.parametrize(
