@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longhaul.kernels.common.segments import sum_within
 from longhaul.modules.attention.base import Attention, LayerShape, register
-from longhaul.modules.attention.fused import FusedAttention, GatedCache
+from longhaul.modules.attention.fused import Cache, FusedAttention, GatedCache
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
 from longhaul.modules.documents import Documents
@@ -56,10 +56,11 @@ class Fox(FusedAttention):
     def mix(
         self,
         q: Float[Tensor, "B H T K"],
-        cache: GatedCache,
+        cache: Cache,
         position: Float64[Tensor, "#B S"],
         documents: Documents | None = None,
     ) -> Float[Tensor, "B H T V"]:
+        assert isinstance(cache, GatedCache)
         k, v, log_f = cache
         if documents is None:
             return masked_softmax(q, k, v, None, None, decay=_decay(log_f[..., 0]))

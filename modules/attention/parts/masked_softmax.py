@@ -162,13 +162,10 @@ def _mix_flex(
     if softcap is not None:
         biased = lambda score, b, h, t, i: softcap * torch.tanh(score / softcap)  # noqa: E731
     if decay is not None:
-        capped = biased or (lambda score, *_: score)
-        biased = lambda score, b, h, t, i: (
-            capped(score, b, h, t, i)
-            + (  # noqa: E731
-                decay[b, h, t + (S - T)] - decay[b, h, i]
-            ).to(score.dtype)
-        )
+        capped: Callable[..., Tensor] = biased or (lambda score, *_: score)
+        own: Tensor = decay
+        between = lambda b, h, t, i: own[b, h, t + (S - T)] - own[b, h, i]  # noqa: E731
+        biased = lambda score, *at: capped(score, *at) + between(*at).to(score.dtype)  # noqa: E731
     # Without compilation it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention
     if age is not None:
