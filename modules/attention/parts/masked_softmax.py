@@ -163,9 +163,10 @@ def _mix_flex(
         biased = lambda score, b, h, t, i: softcap * torch.tanh(score / softcap)  # noqa: E731
     if decay is not None:
         capped: Callable[..., Tensor] = biased or (lambda score, *_: score)
-        own: Tensor = decay
-        between = lambda b, h, t, i: own[b, h, t + (S - T)] - own[b, h, i]  # noqa: E731
-        biased = lambda score, *at: capped(score, *at) + between(*at).to(score.dtype)  # noqa: E731
+        added: Callable[..., Tensor] = lambda score, b, h, t, i: (
+            score + (decay[b, h, t + (S - T)] - decay[b, h, i]).to(score.dtype)
+        )
+        biased = lambda score, b, h, t, i: added(capped(score, b, h, t, i), b, h, t, i)  # noqa: E731
     # Without compilation it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention
     if age is not None:
