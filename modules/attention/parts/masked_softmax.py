@@ -163,7 +163,7 @@ def _mix_flex(
         biased = lambda score, b, h, t, i: softcap * torch.tanh(score / softcap)  # noqa: E731
     if decay is not None:
         capped: Callable[..., Tensor] = biased or (lambda score, *_: score)
-        added: Callable[..., Tensor] = lambda score, b, h, t, i: (
+        added: Callable[..., Tensor] = lambda score, b, h, t, i: (  # noqa: E731
             score + (decay[b, h, t + (S - T)] - decay[b, h, i]).to(score.dtype)
         )
         biased = lambda score, b, h, t, i: added(capped(score, b, h, t, i), b, h, t, i)  # noqa: E731
