@@ -211,7 +211,7 @@ class PowerAttention(Attention):
         if state is not None and keep_state and x.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(x, state)
         self._check_scaling(is_whole=state is None and documents is None and not keep_state)
-        self._check_stateless(has_state=state is not None or keep_state)
+        self.check_stateless(has_state=state is not None or keep_state)
         power, carried = state or (None, self.initial_carried(len(x), x.device))
         where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
         operands, carried = self.project(x, where, carried)
@@ -289,7 +289,7 @@ class PowerAttention(Attention):
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState, *, inplace: bool = False
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
         self._check_scaling(is_whole=False)
-        self._check_stateless(has_state=True)
+        self.check_stateless(has_state=True)
         operands, carried = self.project(x, Documents(x), state.carried)
         mixed, power = power_attention_step(
             state.power,
@@ -417,13 +417,6 @@ class PowerAttention(Attention):
             raise ValueError(
                 f"attention.degree: found {self.degree} with kind {self.config.kind}, whose states "
                 "are too large to build; wanted 4 or less for context parallelism"
-            )
-
-    def _check_stateless(self, *, has_state: bool) -> None:
-        if self.sequence_part is not None and has_state:
-            raise ValueError(
-                "state: found one, or keep_state, under context parallelism, which supports only "
-                "training and losses; wanted neither"
             )
 
     def _check_scaling(self, *, is_whole: bool) -> None:
