@@ -15,7 +15,8 @@ from longhaul.modules.norms import RMSNorm
 # Every layer is looked at before anything runs.
 _MOST_LAYERS = 1024
 
-_BIASES = ("qkv", "out", "mlp", "norms")
+BIAS_PLACES = ("qkv", "out", "mlp", "norms")
+"""Where a model may have biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,22 +100,24 @@ class LanguageModelConfig:
         positive = ("norm_eps", "embedding_scale", "logit_softcap")
         check_bounds(self, *positive, above=0, below=math.inf, prefix="model.")
         check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
+        self._check_biases()
+        self._check_heads()
+        self._check_layers()
+
+    def _check_biases(self) -> None:
         places = [] if isinstance(self.biases, bool) else self.biases
-        if unknown := [one for one in places if one not in _BIASES]:
+        if unknown := [one for one in places if one not in BIAS_PLACES]:
             raise ValueError(
                 f"model.biases: found {unknown[0]!r}, wanted true, false or some of "
-                f"{', '.join(_BIASES)}"
+                f"{', '.join(BIAS_PLACES)}"
             )
         if "norms" in places and self.norm != "layer":
             raise ValueError(
                 f"model.biases: found 'norms' with model.norm {self.norm}, which has none; wanted "
                 "it left out"
             )
-        if len(self.layer_attention) > self.layers:
-            raise ValueError(
-                f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
-                f"most one for each of {self.layers} layers"
-            )
+
+    def _check_heads(self) -> None:
         if self.head_dim is None and self.width % (2 * self.heads):
             raise ValueError(
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
@@ -126,6 +129,13 @@ class LanguageModelConfig:
             raise ValueError(
                 f"model.kv_heads: found {self.kv_heads}, wanted a divisor of model.heads = "
                 f"{self.heads}"
+            )
+
+    def _check_layers(self) -> None:
+        if len(self.layer_attention) > self.layers:
+            raise ValueError(
+                f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
+                f"most one for each of {self.layers} layers"
             )
         used = [self._entry_of(layer) for layer in range(self.layers)]
         for key in self.layer_attention:
@@ -148,8 +158,8 @@ class LanguageModelConfig:
             heads=self.heads,
             key_heads=self.heads if self.kv_heads is None else self.kv_heads,
             head_dim=self.width // self.heads if self.head_dim is None else self.head_dim,
-            biases=self._has_biases("qkv"),
-            out_bias=self._has_biases("out"),
+            biases=self.has_biases("qkv"),
+            out_bias=self.has_biases("out"),
             layer=layer,
             qk_norm=self.qk_norm,
             norm_eps=self.norm_eps,
@@ -161,7 +171,7 @@ class LanguageModelConfig:
         if not is_there:
             return nn.Identity()
         if self.norm == "layer":
-            return nn.LayerNorm(self.width, eps=self.norm_eps, bias=self._has_biases("norms"))
+            return nn.LayerNorm(self.width, eps=self.norm_eps, bias=self.has_biases("norms"))
         return RMSNorm(self.width, eps=self.norm_eps, has_offset=self.norm == "rms_offset")
 
     def build_block(self, layer: int) -> Block:
@@ -173,7 +183,7 @@ class LanguageModelConfig:
                 self.width,
                 4 * self.width if self.mlp_width is None else self.mlp_width,
                 kind=self.mlp,
-                biases=self._has_biases("mlp"),
+                biases=self.has_biases("mlp"),
             ),
             attention_norm=self.build_norm(before),
             mlp_norm=self.build_norm(before),
@@ -192,7 +202,10 @@ class LanguageModelConfig:
         attention = _attention_of(values["attention"])
         return cls(**{**values, "attention": attention, "layer_attention": layers})
 
-    def _has_biases(self, place: str) -> bool:
+    def has_biases(self, place: str) -> bool:
+        """Whether there are biases in one of BIAS_PLACES. RMS norms have none."""
+        if place == "norms" and self.norm != "layer":
+            return False
         return self.biases if isinstance(self.biases, bool) else place in self.biases
 
     def _entry_of(self, layer: int) -> str | None:

@@ -15,7 +15,7 @@ from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
 from longhaul.modules.attention import LayerShape
 from longhaul.modules.attention.softmax import SoftmaxConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.language_model_config import BIAS_PLACES, LanguageModelConfig
 from longhaul.pipeline.architectures.layers import Layers, in_config
 
 
@@ -207,7 +207,7 @@ class Architecture:
                 places += one.places if checked_value(bool, value, one.name) else ()
             elif isinstance(one, Fixed) and value not in (one.value, *one.same):
                 raise ValueError(f"{one.name}: found {shown(value)}, wanted {one.value!r}")
-        values["biases"] = True if len(places) == len(_PLACES) else places or False
+        values["biases"] = True if len(places) == len(BIAS_PLACES) else places or False
         # This checks the sizes, before there is something for each layer.
         sizes = LanguageModelConfig.from_dict({**values, "attention": {"kind": "softmax"}})
         if self.has_scaled_embedding:
@@ -306,9 +306,6 @@ class Architecture:
             yield own, torch.cat([part for _, part in sorted(rows, key=itemgetter(0))])
 
 
-_PLACES = ("qkv", "out", "mlp", "norms")
-
-
 @functools.cache
 def _hints() -> dict[str, Any]:
     return get_type_hints(LanguageModelConfig, include_extras=True)
@@ -319,15 +316,14 @@ def canonical(model: LanguageModelConfig) -> LanguageModelConfig:
 
     Layers whose attention is not that of the first one have an entry each.
     """
-    shape, biases = model.shape_of(0), model.biases
-    places = [one for one in _PLACES if one != "norms" or model.norm == "layer"]
+    shape = model.shape_of(0)
     return replace(
         model,
         init="gpt2",
         kv_heads=shape.key_heads,
         head_dim=shape.head_dim,
         mlp_width=4 * model.width if model.mlp_width is None else model.mlp_width,
-        biases=cast(Any, [one for one in places if biases is True or one in (biases or ())]),
+        biases=[place for place in BIAS_PLACES if model.has_biases(place)],
         attention=model.attention_of(0),
         layer_attention={
             str(layer): model.attention_of(layer)

@@ -86,9 +86,7 @@ def print_states() -> None:
 
 def _print_fit(config: RunConfig, device: Device) -> None:
     ranks = config.trainer.world_size
-    print(
-        f"\nGB of one of {ranks} ranks at the peak of an update, and the most GB that one sends."
-    )
+    print(f"\nGB of one of {ranks} ranks at the peak of an update, and the most GB that one sends.")
     print(
         "Copies: gathered or cast parameters, buffers of collectives. Workspace: inside of an op,"
     )

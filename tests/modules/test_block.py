@@ -12,7 +12,7 @@ from torch import Tensor
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
-from longhaul.modules.norms import QueryKeyNorm, RMSNorm
+from longhaul.modules.norms import RMSNorm
 
 D, HEADS, LAYERS, VOCABULARY = 16, 2, 2, 40
 LLAMA: dict[str, Any] = {
@@ -221,15 +221,15 @@ def test_matrices_begin_as_an_initialisation_says(
     assert stds(init)["embedding.weight"] == pytest.approx(head, 0.03)
 
 
-@pytest.mark.parametrize(
-    ("cls", "has_offset"), [(RMSNorm, False), (RMSNorm, True), (QueryKeyNorm, True)]
-)
-def test_an_rms_norm_in_bf16_is_rounded_once(cls: type[RMSNorm], has_offset: bool) -> None:
-    norm = cls(300, eps=1e-6, has_offset=has_offset)
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_an_rms_norm_in_bf16_is_rounded_once(has_offset: bool) -> None:
+    norm = RMSNorm(300, eps=1e-6, has_offset=has_offset)
     x = (3 * torch.randn(5, 300)).bfloat16()
     assert torch.equal(norm.weight, torch.full((300,), 0.0 if has_offset else 1.0))
     with torch.no_grad():
         norm.weight.add_(0.1 * torch.randn(300))
+        if not has_offset:  # a gain has the dtype of x
+            norm.weight.copy_(norm.weight.bfloat16())
     exact = x.double()
     wanted = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     wanted = wanted * (norm.weight.double() + has_offset)
@@ -238,6 +238,20 @@ def test_an_rms_norm_in_bf16_is_rounded_once(cls: type[RMSNorm], has_offset: boo
     # Half a unit in the last place of bfloat16, and what float32 rounded before.
     assert ((found.double() - wanted).abs() <= 2**-8 * 1.001 * wanted.abs()).all()
     torch.testing.assert_close(norm(x.float()).double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_rms_norm_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    wide = torch.randn(2, 17, 3, 24).to(dtype)
+    norm = RMSNorm(8, eps=0.1)
+    torch.nn.init.normal_(norm.weight)
+    weight = norm.weight.detach().clone().requires_grad_()
+    for x in (wide[..., 8:16], wide[..., :8].contiguous()):
+        x = x.detach().requires_grad_()
+        pairs = ((norm(x), norm.weight), (F.rms_norm(x, (8,), weight.to(dtype), 0.1), weight))
+        probe = torch.randn(2, 17, 3, 8).to(dtype)
+        found, wanted = ((y, *torch.autograd.grad(y, (x, w), probe)) for y, w in pairs)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_an_rms_norm_keeps_its_input_alone_and_has_two_derivatives() -> None:

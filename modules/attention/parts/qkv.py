@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from longhaul.modules.norms import QueryKeyNorm
+from longhaul.modules.norms import RMSNorm
 from longhaul.modules.rotary import Rotary
 
 
@@ -92,8 +92,8 @@ class QKV(nn.Module):
         self.num_heads = shape.heads
         self.num_key_heads = shape.key_heads
         self.head_dim = shape.head_dim
-        self.q_norm: QueryKeyNorm | None = None
-        self.k_norm: QueryKeyNorm | None = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
 
     def add_qkv(
         self,
@@ -118,9 +118,9 @@ class QKV(nn.Module):
         if shape.qk_norm != "none":
             options: dict[str, Any] = {"eps": shape.norm_eps, "has_offset": shape.norm_offset}
             q, k = (K, K) if shape.qk_norm == "head" else (K * H, K * G)
-            self.q_norm, self.k_norm = QueryKeyNorm(q, **options), QueryKeyNorm(k, **options)
+            self.q_norm, self.k_norm = RMSNorm(q, **options), RMSNorm(k, **options)
         elif head_norm_eps is not None:
-            self.q_norm, self.k_norm = (QueryKeyNorm(K, eps=head_norm_eps) for _ in range(2))
+            self.q_norm, self.k_norm = (RMSNorm(K, eps=head_norm_eps) for _ in range(2))
 
     def queries_keys_values(
         self,

@@ -10,7 +10,9 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import canonical
 from longhaul.pipeline.architectures.registry import ARCHITECTURES, architecture_of
 from longhaul.pipeline.runs.exported import exported_model, exported_weights
@@ -142,3 +144,12 @@ def test_a_model_computes_the_same_in_and_out(name: str, tmp_path: Path) -> None
 def test_every_architecture_is_tested() -> None:
     tested = {getattr(transformers, f"{name.partition(' ')[0]}Config").model_type for name in CASES}
     assert tested == ARCHITECTURES.keys()
+
+
+def test_biases_everywhere_are_without_those_of_norms_where_norms_have_none() -> None:
+    model = LanguageModelConfig(
+        attention=attention_config("softmax")(), norm="rms", mlp="swiglu", embedding_norm=False,
+        biases=True,
+    )  # fmt: skip
+    found = ARCHITECTURES["llama"].config_of(model)
+    assert (found["attention_bias"], found["mlp_bias"]) == (True, True)
