@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023, arXiv:2302.13971), and the models that have its modules' names."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longhaul.modules.attention import LayerShape
@@ -109,24 +109,25 @@ LLAMA = Architecture(
 )
 
 
-def _from_layer(content: Mapping[str, Any], count: int) -> list[str]:
+def _from_layer(content: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
     """Windows from layer `max_window_layers` on, as in Qwen."""
     first = content.get("max_window_layers", 28)
-    return [WINDOWED if layer >= first else FULL for layer in range(count)]
+    return [WINDOWED if layer >= first else FULL for layer in range(len(rotated))]
 
 
-def _pattern(every: int) -> Any:
-    """All but every n-th layer have a window."""
+def _all_but_every(usual: int, field: str | None = None) -> Any:
+    """All but every n-th layer have a window; n may be the value of a field."""
 
-    def types(content: Mapping[str, Any], count: int) -> list[str]:
-        period = content.get("sliding_window_pattern", every)
-        return [WINDOWED if (layer + 1) % period else FULL for layer in range(count)]
+    def types(content: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
+        period = usual if field is None else content.get(field, usual)
+        return [WINDOWED if (layer + 1) % period else FULL for layer in range(len(rotated))]
 
     return types
 
 
-def _alternating(content: Mapping[str, Any], count: int) -> list[str]:
-    return [FULL if layer % 2 else WINDOWED for layer in range(count)]
+def _unrotated(_: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
+    """The layers without positions have a window, as in SmolLM3."""
+    return [FULL if one else WINDOWED for one in rotated]
 
 
 _QWEN_LAYERS = Layers(has_window=True, window=4096, has_switch=True, types=_from_layer)
@@ -175,7 +176,7 @@ OLMO3 = dataclasses.replace(
         local_theta=500_000.0,
         has_window=True,
         window=4096,
-        types=_pattern(4),
+        types=_all_but_every(4),
     ),
 )
 
@@ -205,7 +206,7 @@ GEMMA2 = Architecture(
     ignored_fields=frozenset({"hidden_act", "cache_implementation"}),
     context=8192,
     layers=Layers(
-        has_window=True, window=4096, types=_alternating,
+        has_window=True, window=4096, types=_all_but_every(2),
         score_width=256, has_softcap=True, softcap=50.0,
     ),
     modules=LLAMA.modules,
@@ -232,7 +233,7 @@ GEMMA3 = dataclasses.replace(
         local_theta=10_000.0,
         has_window=True,
         window=4096,
-        types=_pattern(6),
+        types=_all_but_every(6, "sliding_window_pattern"),
         score_width=256,
     ),
     layer_modules={**GEMMA2.layer_modules, **_QK_NORM},
@@ -253,7 +254,7 @@ SMOLLM3 = dataclasses.replace(
         theta=2_000_000.0,
         has_window=True,
         has_switch=True,
-        types=lambda _, count: [FULL] * count,
+        types=_unrotated,
         has_unrotated=True,
     ),
 )

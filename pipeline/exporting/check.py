@@ -100,7 +100,9 @@ def check_export(
             f"attention.kind: found {name}, whose exported code does not run: "
             f"{type(error).__name__}: {error}"
         ) from error
-    for case, logits in wanted.items():
+    found = {case: logits.double() for case, logits in found.items()}
+    for case, ours in wanted.items():
+        logits = ours.double()
         size = max(1.0, logits.abs().nan_to_num().max().item())
         if not torch.allclose(found[case], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
             difference = (found[case] - logits).abs().max().item()

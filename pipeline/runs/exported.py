@@ -186,6 +186,8 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
         if index.is_file():
             content = read_regular(index, _MOST_BYTES)
             names = set(parse_json(_Index, content, index).weight_map.values())
+        elif not (folder / WEIGHTS).is_file() and (pickles := sorted(folder.glob("*.bin"))):
+            raise ValueError(f"found {pickles[0].name}, a pickle, wanted {WEIGHTS}")
         weights: dict[str, Tensor] = {}
         for name in sorted(names):
             read_header(folder / name)
