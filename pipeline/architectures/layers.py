@@ -120,8 +120,8 @@ class Layers:
         interval = content.pop("no_rope_layer_interval", 4)
         every = checked_value(Positive, interval, "no_rope_layer_interval")
         given = content.pop("no_rope_layers", None)
-        rotated = checked_value(list[int] | None, given, "no_rope_layers")
-        rotated = rotated or [int((layer + 1) % every != 0) for layer in range(count)]
+        usual = [int((layer + 1) % every != 0) for layer in range(count)]
+        rotated: list[int] = checked_value(list[int] | None, given, "no_rope_layers") or usual
         if len(rotated) != count:
             raise ValueError(f"no_rope_layers: found {len(rotated)} layers, wanted {count}")
         return rotated
