@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
             self.positions.reset_parameters()
 
     def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-        """Logits of the token after each of T tokens, float32. `loss` needs far less memory."""
+        """Logits after each of T tokens, in at least float32. `loss` needs far less memory."""
         hidden, _ = self.activations(tokens)
         return self.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)  # type: ignore[no-any-return]
 

@@ -56,6 +56,12 @@ class LearnedPositions(nn.Module):
             )
 
 
+def as_logits(x: Float[Tensor, "*shape"], softcap: float | None) -> Float[Tensor, "*shape"]:
+    """Products with the head's matrix in at least float32, soft-capped if there is a cap."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if softcap is None else softcapped(x, softcap)
+
+
 class Head(nn.Module):
     """Logits h E^T with the matrix E of another module, or their mean cross-entropy.
 
@@ -78,8 +84,7 @@ class Head(nn.Module):
         """Logits (rows, vocabulary), or with a target the mean loss, computed in pieces."""
         weight = self._holder[0].weight
         if target is None:
-            logits = F.linear(hidden, weight).float()
-            return logits if self.softcap is None else softcapped(logits, self.softcap)
+            return as_logits(F.linear(hidden, weight), self.softcap)
         device = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype

@@ -39,8 +39,9 @@ class Layers:
     window: int | None = None
     has_switch: bool = False
     """Whether windows need `use_sliding_window`."""
-    types: Callable[[Mapping[str, Any], int], list[str]] | None = None
-    """The types of so many layers without `layer_types`; None: a window is that of all layers."""
+    types: Callable[[Mapping[str, Any], Sequence[int]], list[str]] | None = None
+    """The types without `layer_types`, from the fields and a 0 for each layer without positions;
+    None: a window is that of all layers."""
     has_unrotated: bool = False
     """Whether `no_rope_layers` has a 0 for each layer without positions; absent, every fourth."""
     score_width: int | None = None
@@ -56,8 +57,13 @@ class Layers:
         Raises:
             ValueError: naming the field whose value longhaul cannot express.
         """
-        windows = self._windows(content, count)
+        rotated = self._rotated(content, count)
+        windows = self._windows(content, rotated)
         rotations = self._rotations(content, windows, context)
+        rotations = [
+            rotation if is_rotated else {"rotary": "none"}
+            for rotation, is_rotated in zip(rotations, rotated, strict=True)
+        ]
         shared: Options = {}
         if self.score_width is not None:
             given = content.pop("query_pre_attn_scalar", self.score_width)
@@ -102,7 +108,21 @@ class Layers:
             found["attn_logit_softcapping"] = first.softcap
         return found
 
-    def _windows(self, content: dict[str, Any], count: int) -> list[int | None]:
+    def _rotated(self, content: dict[str, Any], count: int) -> list[int]:
+        """For each layer 1 with rotary positions, else 0."""
+        if not self.has_unrotated:
+            return [int(self.is_rotated)] * count
+        interval = content.pop("no_rope_layer_interval", 4)
+        every = checked_value(Positive, interval, "no_rope_layer_interval")
+        given = content.pop("no_rope_layers", None)
+        usual = [int((layer + 1) % every != 0) for layer in range(count)]
+        rotated: list[int] = checked_value(list[int] | None, given, "no_rope_layers") or usual
+        if len(rotated) != count:
+            raise ValueError(f"no_rope_layers: found {len(rotated)} layers, wanted {count}")
+        return rotated
+
+    def _windows(self, content: dict[str, Any], rotated: Sequence[int]) -> list[int | None]:
+        count = len(rotated)
         if not self.has_window:
             return [None] * count
         given = content.pop("sliding_window", self.window)
@@ -111,7 +131,7 @@ class Layers:
             window = None
         if self.types is None:
             return [window] * count
-        types = self.types({**content, "sliding_window": window}, count)
+        types = self.types(content, rotated)
         given = content.pop("layer_types", None)
         types = checked_value(list[str] | None, given, "layer_types") or types
         for name in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"):
@@ -127,7 +147,7 @@ class Layers:
         self, content: dict[str, Any], windows: Sequence[int | None], context: int
     ) -> list[Options]:
         if not self.is_rotated:
-            return [{"rotary": "none"}] * len(windows)
+            return [{}] * len(windows)
         outer = {new: content.pop(old) for old, new in self.old.items() if old in content}
         given = {
             name: checked_value(dict[str, Any] | None, content.pop(name, None), name) or {}
@@ -144,25 +164,17 @@ class Layers:
             # Before version 5 a scaling was that of layers without a window.
             full = outer | (nested.get(FULL) or {}) | given["rope_scaling"]
             small = ({} if local is None else {"rope_theta": local}) | (nested.get(WINDOWED) or {})
+            if False in (full.get("truncate"), small.get("truncate")):
+                # transformers looks for it beside the types, where it is not.
+                raise ValueError(
+                    "rope_parameters.truncate: found False in that of a type of layers, which "
+                    "transformers does not read there; wanted true"
+                )
             of_full = self._rotation(full, f"rope_parameters.{FULL}", self.theta, context)
             of_small = self._rotation(
                 small, f"rope_parameters.{WINDOWED}", self.local_theta, context
             )
             rotations = [of_full if one is None else of_small for one in windows]
-        if self.has_unrotated:
-            interval = content.pop("no_rope_layer_interval", 4)
-            every = checked_value(Positive, interval, "no_rope_layer_interval")
-            usual = [int((layer + 1) % every != 0) for layer in range(len(windows))]
-            given_layers = content.pop("no_rope_layers", None)
-            layers = checked_value(list[int] | None, given_layers, "no_rope_layers") or usual
-            if len(layers) != len(windows):
-                raise ValueError(
-                    f"no_rope_layers: found {len(layers)} layers, wanted {len(windows)}"
-                )
-            rotations = [
-                rotation if is_rotated else {"rotary": "none"}
-                for rotation, is_rotated in zip(rotations, layers, strict=True)
-            ]
         return rotations
 
     def _rotation(

@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023, arXiv:2302.13971), and the models that have its modules' names."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longhaul.datamodules.files.untrusted import Count, Positive, checked_value
@@ -111,26 +111,28 @@ LLAMA = Architecture(
 )
 
 
-def _from_layer(content: Mapping[str, Any], count: int) -> list[str]:
+def _from_layer(content: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
     """Windows from layer `max_window_layers` on, as in Qwen."""
     name = "max_window_layers"
     first = checked_value(Count, content.get(name, 28), name)
-    return [WINDOWED if layer >= first else FULL for layer in range(count)]
+    return [WINDOWED if layer >= first else FULL for layer in range(len(rotated))]
 
 
-def _pattern(every: int) -> Any:
-    """All but every n-th layer have a window."""
+def _all_but_every(usual: int, field: str | None = None) -> Any:
+    """All but every n-th layer have a window; n may be the value of a field."""
 
-    def types(content: Mapping[str, Any], count: int) -> list[str]:
-        name = "sliding_window_pattern"
-        period = checked_value(Positive, content.get(name, every), name)
-        return [WINDOWED if (layer + 1) % period else FULL for layer in range(count)]
+    def types(content: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
+        period = usual
+        if field is not None:
+            period = checked_value(Positive, content.get(field, usual), field)
+        return [WINDOWED if (layer + 1) % period else FULL for layer in range(len(rotated))]
 
     return types
 
 
-def _alternating(content: Mapping[str, Any], count: int) -> list[str]:
-    return [FULL if layer % 2 else WINDOWED for layer in range(count)]
+def _unrotated(_: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
+    """The layers without positions have a window, as in SmolLM3."""
+    return [FULL if one else WINDOWED for one in rotated]
 
 
 _QWEN_LAYERS = Layers(has_window=True, window=4096, has_switch=True, types=_from_layer)
@@ -179,7 +181,7 @@ OLMO3 = dataclasses.replace(
         local_theta=500_000.0,
         has_window=True,
         window=4096,
-        types=_pattern(4),
+        types=_all_but_every(4),
     ),
 )
 
@@ -209,7 +211,7 @@ GEMMA2 = Architecture(
     ignored_fields=("hidden_act", "sliding_window_size", "cache_implementation"),
     context=8192,
     layers=Layers(
-        has_window=True, window=4096, types=_alternating,
+        has_window=True, window=4096, types=_all_but_every(2),
         score_width=256, has_softcap=True, softcap=50.0,
     ),
     modules=LLAMA.modules,
@@ -236,7 +238,7 @@ GEMMA3 = dataclasses.replace(
         local_theta=10_000.0,
         has_window=True,
         window=4096,
-        types=_pattern(6),
+        types=_all_but_every(6, "sliding_window_pattern"),
         score_width=256,
     ),
     layer_modules={**GEMMA2.layer_modules, **_QK_NORM},
@@ -257,7 +259,7 @@ SMOLLM3 = dataclasses.replace(
         theta=2_000_000.0,
         has_window=True,
         has_switch=True,
-        types=lambda _, count: [FULL] * count,
+        types=_unrotated,
         has_unrotated=True,
     ),
 )

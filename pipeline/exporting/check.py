@@ -99,7 +99,9 @@ def check_export(
         if architecture is not None:
             failed = f"transformers cannot run the exported {name}"
         raise ValueError(f"{failed}: {type(error).__name__}: {one_line(error)}") from error
-    for case, logits in wanted.items():
+    found = {case: logits.double() for case, logits in found.items()}
+    for case, ours in wanted.items():
+        logits = ours.double()
         size = max(1.0, logits.abs().nan_to_num().max().item())
         if not torch.allclose(found[case], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
             difference = (found[case] - logits).abs().max().item()

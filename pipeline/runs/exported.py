@@ -246,6 +246,8 @@ def find_tensors(folder: Path) -> dict[str, FoundTensor]:
     names, index = {WEIGHTS}, folder / WEIGHTS_INDEX
     if index.is_file():
         names = set(parse_json(_Index, read_regular(index, _MOST_BYTES), index).weight_map.values())
+    elif not (folder / WEIGHTS).is_file() and (pickles := sorted(folder.glob("*.bin"))):
+        raise ValueError(f"found {pickles[0].name}, a pickle, wanted {WEIGHTS}")
     found: dict[str, FoundTensor] = {}
     for path in sorted(folder / name for name in names):
         for name, entry in read_header(path).tensors.items():
