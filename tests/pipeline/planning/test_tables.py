@@ -8,7 +8,8 @@ from attention_cases import groups_keys
 
 from longhaul.configs import load_run_config
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.sizes import allocated_bytes, attention_layers, build_on_meta
 
