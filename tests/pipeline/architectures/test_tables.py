@@ -1,5 +1,6 @@
 """Tables of architectures against transformers: tiny models, disturbed, in and out and in again."""
 
+import json
 from pathlib import Path
 from typing import Any
 
