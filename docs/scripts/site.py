@@ -1,7 +1,7 @@
-"""What `make docs` does beside mkdocs: two pages come from outside of docs/.
+"""What `make docs` does beside mkdocs: three pages come from outside of docs/.
 
-The derivation of power attention lies beside the code that cites it, and with it the table of the
-kernels that an emulator has executed.
+The derivations of power attention and of the delta rule lie beside the code that cites them, and
+with the first the table of the kernels that an emulator has executed.
 """
 
 from pathlib import Path
@@ -9,8 +9,12 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-_FOLDER = "../kernels/power/"
-_PAGES = {"README.md": "power-attention.md", "executed.md": "executed.md"}
+_FOLDER = "../kernels/"
+_PAGES = {
+    "power/README.md": "power-attention.md",
+    "power/executed.md": "executed.md",
+    "delta/README.md": "delta-rule.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -27,6 +27,12 @@ def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
         )
 
 
+def has_values(cu_seqlens: Tensor) -> bool:
+    """Whether the offsets are numbers: they are none on `meta` and while a graph is traced."""
+    is_traced = torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor
+    return not (is_traced or cu_seqlens.is_meta)
+
+
 def check_offsets(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
     """The offsets as numbers, copied from the device once per tensor rather than once per layer."""
     if cu_seqlens.is_inference():

@@ -12,17 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_dtype_unsupported
-from longhaul.kernels.common.offsets import check_offsets, check_packing
+from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
+from longhaul.kernels.common.offsets import check_offsets, check_packing, has_values
 from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.checks import (
-    check_chunk_size,
-    check_flags,
-    check_keys,
-    check_scale,
-    check_state,
-    check_tensors,
-)
+from longhaul.kernels.power.checks import check_keys, check_state, check_tensors
 from longhaul.kernels.power.cost import (
     Form,
     choose_chunk_size,
@@ -244,8 +238,7 @@ def power_state(
 
 def _longest(cu_seqlens: Tensor, T: int) -> int:
     """Tokens of the longest document, which decides the form; T if the offsets have no values."""
-    # Offsets have no values on `meta` and while a graph is traced.
-    if torch.compiler.is_compiling() or cu_seqlens.is_meta or type(cu_seqlens) is not Tensor:
+    if not has_values(cu_seqlens):
         return T
     return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, T)))
 

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.decays import exp2_flushed_
 from longhaul.kernels.power.state import unit_above
-from longhaul.kernels.power.torch.chunking import CallSizes, exp2_flushed_
+from longhaul.kernels.power.torch.chunking import CallSizes
 from longhaul.kernels.power.torch.compiled import attend, attend_backward, is_compiled
 
 # Bytes of a tensor of scores, of which some exist at a time: what second-level caches can hold.

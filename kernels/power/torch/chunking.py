@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.decays import exp2_flushed_
 from longhaul.kernels.common.segments import sum_within, tokens_since
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.state import scales_rows
@@ -260,18 +261,3 @@ class Decays:
         return Decay(
             log_decay[:, :, None], from_start[:, :, None], to_end[:, :, None], total[..., None]
         )
-
-
-def log2_smallest(dtype: torch.dtype) -> float:
-    """log2 of the smallest decay that is not flushed to 0."""
-    return -160.0 if dtype == torch.float64 else -64.0
-
-
-def exp2_flushed_(x: Tensor, root: int = 1) -> Tensor:
-    """2^(x / root) in place, flushed to 0 where 2^x is far below the rounding of 1.
-
-    Products with smaller decays would be denormal, which makes a matrix product ten times slower.
-    exp2 is used because torch's vectorised exp is just as slow on −inf.
-    """
-    torch.threshold_(x, log2_smallest(x.dtype), -torch.inf)
-    return (x if root == 1 else x.div_(root)).exp2_()

@@ -7,8 +7,8 @@ from math import log
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.decays import log2_smallest
 from longhaul.kernels.common.segments import sum_within, tokens_since
-from longhaul.kernels.power.torch.chunking import log2_smallest
 
 
 def gate_gradient(

@@ -1,0 +1,6 @@
+"""The delta rule, the op of DeltaNet, Gated DeltaNet and KDA, and of GLA. Read reference.py first,
+then README.md."""
+
+from longhaul.kernels.delta.op import delta_rule, delta_rule_step
+
+__all__ = ["delta_rule", "delta_rule_step"]
