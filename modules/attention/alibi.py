@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape, register
+from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig, register
 from longhaul.modules.attention.fused import Cache, FusedAttention, KeyValueCache
 from longhaul.modules.attention.parts.gates import alibi_slopes
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
@@ -17,8 +17,8 @@ from longhaul.modules.documents import Documents
 
 @register("alibi")
 @dataclass(frozen=True, kw_only=True)
-class AlibiConfig(AttentionConfig):
-    """ALiBi has no options: its slopes are fixed."""
+class AlibiConfig(OutputConfig):
+    """Its slopes are fixed."""
 
     cost: ClassVar[str] = "quadratic"
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels.common.custom_ops import without_autocast
+from longhaul.modules.attention.parts.output_norm import OutputNorm
 from longhaul.modules.attention.parts.qkv import QKV
 from longhaul.modules.attention.parts.qkv import LayerShape as LayerShape
 from longhaul.modules.choices import check_bounds, check_choices
@@ -47,6 +48,17 @@ class AttentionConfig(ABC):
     @abstractmethod
     def build(self, shape: LayerShape) -> "Attention":
         """A freshly initialised module of this shape, on the default device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(AttentionConfig):
+    """What happens to the output of all heads before it is projected."""
+
+    output_norm: Literal["none", "rms"] = "none"
+    """none | rms (each head is divided by its root mean square, with one gain for all heads)."""
+
+    output_gate: Literal["none", "silu", "sigmoid"] = "none"
+    """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +151,35 @@ class Attention(QKV):
                 f"model.kv_heads: found {shape.key_heads} for kind {config.kind}, which has a key "
                 f"head for each query head; wanted {shape.heads}"
             )
+
+    def add_output(self, config: OutputConfig, *, groups: int | None = None) -> None:
+        """Make what `project_output` needs, for outputs of the shape's heads."""
+        shape = self.shape
+        self.out = shape.out_projection()
+        self.output_gate: nn.Module | None = None
+        self.output_norm: OutputNorm | None = None
+        if config.output_gate != "none":
+            self.output_gate = self.build_output_gate()
+        if config.output_norm != "none" or config.output_gate != "none":
+            width = shape.head_dim if groups is None else shape.mixed_width
+            self.output_norm = OutputNorm(
+                None if config.output_norm == "none" else width,
+                activation=config.output_gate,
+                groups=groups,
+            )
+
+    def build_output_gate(self) -> nn.Module:
+        """What the output gate is the activation of."""
+        return self.shape.projection(self.shape.mixed_width)
+
+    def project_output(
+        self, x: Float[Tensor, "B T D"], y: Float[Tensor, "B T HV"]
+    ) -> Float[Tensor, "B T D"]:
+        """The output projection of all heads, after the norm and the gate that there may be."""
+        if self.output_norm is not None:
+            gate = None if self.output_gate is None else self.output_gate(x)
+            y = self.output_norm(y, gate).to(x.dtype)
+        return self.out(y)  # type: ignore[no-any-return]
 
     @abstractmethod
     def forward(
@@ -311,6 +352,14 @@ class Attention(QKV):
             f"attention.kind: found {self.config.kind}, wanted a kind that supports context "
             "parallelism"
         )
+
+    def check_stateless(self, *, has_state: bool) -> None:
+        """Raise ValueError for a state under context parallelism."""
+        if self.sequence_part is not None and has_state:
+            raise ValueError(
+                "state: found one, or keep_state, under context parallelism, which supports only "
+                "training and losses; wanted neither"
+            )
 
 
 def _check_complete(kind: str, cls: type) -> None:

@@ -131,7 +131,9 @@ class Cartan(VectorGates):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         (gated_sum,), after = self.generate(x, documents, carried)
-        q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
+        q, k, v = self.queries_keys_values(
+            x, after["rotation"], documents.T, qkv=carried.get("qkv")
+        )
         if self.diagonal is not None:
             k = k * (1 + self.diagonal(x)).tanh().unflatten(-1, (-1, k.shape[-1]))
         if self.num_parts > 1 and gated_sum.value_scale is not None:

@@ -12,6 +12,7 @@ from longhaul.modules.attention.base import (
     Attention,
     DocumentRotaryConfig,
     LayerShape,
+    OutputConfig,
     register,
 )
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
@@ -20,7 +21,7 @@ from longhaul.modules.rotary import Rotary
 
 @register("coca")
 @dataclass(frozen=True, kw_only=True)
-class CocaConfig(DocumentRotaryConfig):
+class CocaConfig(DocumentRotaryConfig, OutputConfig):
     """The rotary options of softmax, and which of the two versions of CoCA."""
 
     cost: ClassVar[str] = "quadratic"

@@ -148,7 +148,7 @@ class ComplexAttention(VectorGates):
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         rotation = documents.positions(carried["rotation"])
         speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
-        q, k, v = self.queries_keys_values(x, rotation, documents.T, speed)
+        q, k, v = self.queries_keys_values(x, rotation, documents.T, speed, qkv=carried.get("qkv"))
         if log_g is not None:
             dtype = torch.promote_types(x.dtype, torch.float32)
             log_g = log_g.to(dtype).expand(*x.shape[:2], -1, -1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape
+from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig
 from longhaul.modules.attention.parts.context_parallel import tokens_before
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
 from longhaul.modules.documents import Documents
@@ -58,9 +58,9 @@ class FusedAttention(Attention):
     softcap: float | None = None  # c in c tanh(logit / c); None: logits stay as they are
     scale: float | None = None  # of logits; None: K^(-1/2)
 
-    def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
+    def __init__(self, config: OutputConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.out = shape.out_projection()
+        self.add_output(config)
 
     @property
     def can_cut_state(self) -> bool:  # type: ignore[override]  # a class attribute in the base
@@ -188,8 +188,7 @@ class FusedAttention(Attention):
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T H V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(mixed.flatten(2))
-        return y
+        return self.project_output(x, mixed.flatten(2))
 
     def form(self, T: int, backend: str) -> str:
         window = "" if self.window is None else f" in a window of {self.window} tokens"

@@ -79,7 +79,7 @@ class Linear(PowerAttention):
         if self.rotary is not None:
             rotation = documents.positions(carried["rotation"])
             after = {"rotation": documents.last(rotation)}
-        q, k, v = self.queries_keys_values(x, rotation, documents.T)
+        q, k, v = self.queries_keys_values(x, rotation, documents.T, qkv=carried.get("qkv"))
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         return OpInputs(self._features(q), self._features(k), v, sums), after
 

@@ -23,8 +23,8 @@ from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_fl
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import (
     Attention,
-    AttentionConfig,
     LayerShape,
+    OutputConfig,
     overwrite,
 )
 from longhaul.modules.attention.parts.context_parallel import (
@@ -32,12 +32,13 @@ from longhaul.modules.attention.parts.context_parallel import (
     context_parallel_attention,
 )
 from longhaul.modules.attention.parts.initial_state import InitialState
+from longhaul.modules.attention.parts.short_convolution import check_short_convolution
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerConfig(AttentionConfig):
+class PowerConfig(OutputConfig):
     """Options that all variants of linear cost share."""
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
@@ -51,9 +52,13 @@ class PowerConfig(AttentionConfig):
     chunk_size: int | None = None
     """Tokens per chunk of the chunked form, 1 or more; null: the cost model. Only affects speed."""
 
+    short_convolution: int = 0
+    """Tokens that a convolution of queries, keys and values reads, with silu; 0: there is none."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, "rank", "chunk_size", least=1)
+        check_short_convolution(self.short_convolution)
 
 
 class GatedSum(NamedTuple):
@@ -96,6 +101,7 @@ class PowerAttention(Attention):
     can_round_state = True
     groups_keys = True
     num_sums = 1
+    norm_groups: int | None = None  # of the output norm, if not one a head
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
     norm: nn.GroupNorm | None  # normalises the output of each head
@@ -103,8 +109,9 @@ class PowerAttention(Attention):
     def __init__(self, config: PowerConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.chunk_size = config.chunk_size
+        self.short_convolution = config.short_convolution
         self.key_dim, self.value_dim = self.op_widths()
-        self.out = shape.out_projection()
+        self.add_output(config, groups=self.norm_groups)
         self.norm = None
         self.initial_state = None
         if config.initial_state == "learned":
@@ -122,7 +129,8 @@ class PowerAttention(Attention):
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         """The arguments of the op for x, and the new carried values.
 
-        `carried` holds the values after the previous token of each document.
+        `carried` holds the values after the previous token of each document, and as `qkv` what
+        `queries_keys_values` takes by that name in a layer with a short convolution.
         """
 
     def op_widths(self) -> tuple[int, int]:
@@ -190,8 +198,7 @@ class PowerAttention(Attention):
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(self.normed(mixed.flatten(2)).to(x.dtype))
-        return y
+        return self.project_output(x, self.normed(mixed.flatten(2)).to(x.dtype))
 
     def normed(self, y: Float[Tensor, "B T HV"]) -> Float[Tensor, "B T HV"]:
         """The output with mean 0 and variance 1 in each head, where the variant has a norm."""
@@ -214,7 +221,7 @@ class PowerAttention(Attention):
         self.check_stateless(has_state=state is not None or keep_state)
         power, carried = state or (None, self.initial_carried(len(x), x.device))
         where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
-        operands, carried = self.project(x, where, carried)
+        operands, carried = self._project(x, where, carried)
         stacked = self.stack(operands)
         if documents is not None:
             mixed, power = self._mix_documents(documents, *stacked), None
@@ -290,7 +297,7 @@ class PowerAttention(Attention):
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
         self._check_scaling(is_whole=False)
         self.check_stateless(has_state=True)
-        operands, carried = self.project(x, Documents(x), state.carried)
+        operands, carried = self._project(x, Documents(x), state.carried)
         mixed, power = power_attention_step(
             state.power,
             *self.stack(operands),
@@ -305,7 +312,18 @@ class PowerAttention(Attention):
     def operands(self, x: Float[Tensor, "B T D"]) -> OpInputs:
         """The arguments of the op for whole documents, one per row."""
         documents = Documents(x)
-        return self.project(x, documents, self.initial_carried(len(x), x.device))[0]
+        return self._project(x, documents, self.initial_carried(len(x), x.device))[0]
+
+    def _project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
+        """`project`, and before it the short convolution, if there is one."""
+        if self.convolution is None:
+            return self.project(x, documents, carried)
+        qkv, convolved = self.projected(x, documents, carried.get("convolved"))
+        operands, after = self.project(x, documents, {**carried, "qkv": qkv})
+        assert convolved is not None
+        return operands, {**after, "convolved": convolved}
 
     def of_query_heads(self, operands: OpInputs) -> OpInputs:
         """The same with the keys, values and gates of each query head's key head for itself."""
@@ -376,16 +394,20 @@ class PowerAttention(Attention):
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
         columns = self.value_dim + self.normalize
-        return self.num_states * features * columns + self._num_carried()
+        return self.num_states * features * columns + self._num_carried() + self._num_convolved()
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         features = state_features(self.key_dim, self.degree)
         power = 4 * self.num_states * features * (self.value_dim + 1)
         carried = self.initial_carried(1, torch.device("meta")).values()
-        return power + sum(x.numel() * x.element_size() for x in carried)
+        power += sum(x.numel() * x.element_size() for x in carried)
+        return power + self._num_convolved() * dtype.itemsize
 
     def _num_carried(self) -> int:
         return sum(x.numel() for x in self.initial_carried(1, torch.device("meta")).values())
+
+    def _num_convolved(self) -> int:
+        return 0 if self.convolution is None else self.convolution.state_size
 
     def _choose(self, T: int, backend: str) -> tuple[str, int]:
         """The form and the chunk size that the op chooses."""

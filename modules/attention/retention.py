@@ -26,7 +26,7 @@ class RetentionConfig(RotaryConfig, PowerConfig):
     """fixed (rotate queries and keys by their positions) | none (rotary_base is not read)."""
 
     swish_gate: bool = False
-    """Multiply the output by swish(W_g x), where W_g is one more matrix, D x H K."""
+    """As output_gate silu, after the group norm alone: W_g is one more matrix, D x H K."""
 
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None
@@ -57,7 +57,7 @@ class Retention(PowerAttention):
         if self.rotary is not None:
             rotation = documents.positions(carried["rotation"])
             after = {"rotation": documents.last(rotation)}
-        q, k, v = self.queries_keys_values(x, rotation, documents.T)
+        q, k, v = self.queries_keys_values(x, rotation, documents.T, qkv=carried.get("qkv"))
         return OpInputs(q, k, v, (GatedSum(log_decays(x, self.num_key_heads)),)), after
 
     def read_out(
@@ -66,4 +66,4 @@ class Retention(PowerAttention):
         y = self.normed(mixed.flatten(2)).to(x.dtype)
         if self.swish is not None:
             y = y * silu(self.swish(x))
-        return self.out(y)  # type: ignore[no-any-return]
+        return self.project_output(x, y)

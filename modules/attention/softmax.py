@@ -11,6 +11,7 @@ from longhaul.modules.attention.base import (
     Attention,
     DocumentRotaryConfig,
     LayerShape,
+    OutputConfig,
     register,
 )
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
@@ -20,7 +21,7 @@ from longhaul.modules.rotary import PositionScaling, Rotary
 
 @register("softmax")
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxConfig(DocumentRotaryConfig):
+class SoftmaxConfig(DocumentRotaryConfig, OutputConfig):
     """Rotary softmax attention."""
 
     cost: ClassVar[str] = "quadratic"

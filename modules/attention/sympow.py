@@ -95,7 +95,7 @@ class Sympow(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
-        q, k, v = self.queries_keys_values(x)
+        q, k, v = self.queries_keys_values(x, qkv=carried.get("qkv"))
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         if self.rotary is None:
             return OpInputs(q, k, v, sums), {}

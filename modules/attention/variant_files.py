@@ -10,13 +10,15 @@ from longhaul.modules.attention import base
 
 
 def import_variants(package: str, folders: Iterable[str]) -> None:
-    """Import every module of a package; a warning names those whose code cannot run.
+    """Import every module of a package, in folders too; a warning names those that cannot run.
 
     A file that is half written must not end, or keep from being resumed, runs of other kinds.
     """
     for module in pkgutil.iter_modules(folders, f"{package}."):
         try:
-            importlib.import_module(module.name)
+            imported = importlib.import_module(module.name)
+            if module.ispkg:
+                import_variants(module.name, imported.__path__)
         except Exception as error:  # The file may do anything.
             file = Path(module.module_finder.path, f"{module.name.rpartition('.')[2]}.py")  # type: ignore[union-attr]
             base.skip_module(_explained(error, file))

@@ -166,7 +166,9 @@ class Zeros(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
+        q, k, v = self.queries_keys_values(
+            x, after["rotation"], documents.T, qkv=carried.get("qkv")
+        )
         operands = OpInputs(q, k, v.to(q.dtype), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 

@@ -261,14 +261,22 @@ def padding(attention: PowerAttention) -> int:
     return attention.num_states * (allocated - needed)
 
 
-D, H, K = WIDTH, HEADS, WIDTH // HEADS
+D, H, K, N = WIDTH, HEADS, WIDTH // HEADS, 128
 PARAMETERS: dict[str, int] = {
     "alibi": 4 * D * D,
     "cartan": 4 * D * D + 2 * H * D + 2 * D,  # full: key logit, gate; norm
     "coca": 4 * D * D,
     "complex": 4 * D * D + 2 * D,
     "conformal_sympow": 4 * D * D + H * D + D,
+    # Convolutions of q, k and v; write strengths; norm of a head; decays; A and its bias; gates.
+    "deltanet": 4 * D * D + 4 * 3 * D + H * D + K,
+    "gated_deltanet": 6 * D * D + 4 * 3 * D + 2 * H * D + 2 * H + 3 * K // 2,
+    "gated_linear": 4 * D * D + 16 * D + 17 * D // 2 + K,
+    "kimi_delta": 4 * D * D + 4 * 3 * D + H * D + 2 * 2 * K * D + H + D + K,
     "linear": 4 * D * D,
+    # x, z and out of twice the width; B and C; dt; the convolution and its bias; A, D and b; norm
+    "mamba2": 6 * D * D + 2 * N * D + 2 * H * D + 5 * (2 * D + 2 * N) + 3 * 2 * H + 2 * D,
+    "power_delta": 4 * D * D + 2 * H * D + K,
     "retention": 4 * D * D + 2 * D,
     "softmax": 4 * D * D,
     "sympow": 4 * D * D,
@@ -292,8 +300,9 @@ def test_a_learned_state_adds_rank_keys_and_values_per_head(kind: str) -> None:
     added = sum(p.numel() for p in attention.parameters()) - sum(
         p.numel() for p in build(kind).parameters()
     )
-    masses = HEADS * attention.logits_per_head
-    assert added == HEADS * 5 * (attention.key_dim + attention.value_dim) + masses
+    heads = attention.num_key_heads
+    masses = heads * attention.logits_per_head
+    assert added == heads * 5 * (attention.key_dim + attention.value_dim) + masses
 
 
 @pytest.mark.parametrize("kind", POWER)
@@ -351,7 +360,7 @@ def test_query_heads_share_a_key_head_as_if_each_had_its_own(
     with torch.no_grad():
         for path, weight in alone.named_parameters():
             given = grouped.get_parameter(path)
-            if path.startswith(("qkv.", "qtv.")):  # rows of queries, then keys, then values
+            if path.startswith(("qkv.", "qtv.", "convolution.")):  # of queries, of keys, of values
                 q, *others = given.split(grouped.qkv_widths)
                 given = torch.cat([q, *map(for_each_query_head, others)])
             elif given.shape != weight.shape:
@@ -360,6 +369,9 @@ def test_query_heads_share_a_key_head_as_if_each_had_its_own(
     found, state = grouped(x)
     wanted, larger = alone(x)
     assert_same(found, wanted)
+    if kind in POWER:
+        for each in (state, larger):
+            each.carried.pop("convolved", None)  # queries, too, of which there are as many
     sizes = [sum(one.numel() for one in pytree.tree_leaves(each)) for each in (state, larger)]
     assert H // G * sizes[0] <= sizes[1] + 2 * H  # all but two rotations
 

@@ -45,8 +45,9 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"generator_per": "pair", "bilinear": False},
         {"lengths": "raw"},
         {"generator_per": "pair", "negative_diagonal": True, **GROUPED},
-        {"bilinear": False, **GROUPED},
+        {"bilinear": False, "short_convolution": 4, **GROUPED},
     ],
+    "alibi": [{"output_norm": "rms", "output_gate": "silu", **GROUPED}],
     "coca": [{"mode": "slack"}, {"longest_document": 64}],
     "complex": [
         {"decay": True},
@@ -61,8 +62,12 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"degree": 6},
         {"gate_init": "long_memory"},
         {"gate": "retention"},
-        {"gate": "learned", **GROUPED},
+        {"gate": "learned", "short_convolution": 3, **GROUPED},
     ],
+    "deltanet": [{"negative_eigenvalues": True, "output_gate": "silu", "short_convolution": 0}],
+    "gated_deltanet": [{"negative_eigenvalues": True, "groups": 1, "key_dim": 4, "value_dim": 6}],
+    "gated_linear": [{"short_convolution": 3, "output_gate": "none", "qk_norm": "head"}],
+    "kimi_delta": [{"negative_eigenvalues": True, "key_dim": 3}],
     "linear": [
         {"feature_map": "relu"},
         {"feature_map": "identity", "normalizer": "head_norm"},
@@ -75,10 +80,19 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
             "normalizer": "head_norm",
         },
     ],
+    "mamba2": [{"expand": 1, "groups": 2, "key_dim": 6, "short_convolution": 2, "qk_norm": "head"}],
+    "power_delta": [
+        {
+            "rotary": "none",
+            "gate_init": "long_memory",
+            "negative_eigenvalues": True,
+            "short_convolution": 2,
+        }
+    ],
     "retention": [{"swish_gate": True}, {"group_norm": False}, {"swish_gate": True, **GROUPED}],
     "softmax": [
         {"longest_document": 64},
-        {"window": 9, **GROUPED},
+        {"window": 9, "output_gate": "sigmoid", **GROUPED},
         {"softcap": 2.0, "scale": 0.2, "rotary_share": 0.5, "rotary_scaling": YARN},
     ],
     "sympow": [
@@ -96,7 +110,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"gate_init": "long_memory"},
         {"gate": "learned"},
         {"gate": "alibi", "rotary": "none"},
-        {"degree": 4, **GROUPED},
+        {"degree": 4, "output_norm": "rms", "output_gate": "sigmoid", **GROUPED},
     ],
     "zeros": [
         {"zeroth": "first_layer"},

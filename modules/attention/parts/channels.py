@@ -40,7 +40,9 @@ class Channels(VectorGates):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
+        q, k, v = self.queries_keys_values(
+            x, after["rotation"], documents.T, qkv=carried.get("qkv")
+        )
         v = v.to(q.dtype)
         q_ones, k_ones = (torch.ones_like(one[..., :1]) for one in (q, v))
         sums = tuple(

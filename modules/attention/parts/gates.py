@@ -29,6 +29,27 @@ class ScalarPerHead(Float32Parameters):
         return linear_in_float32(x, self.weight)
 
 
+class LowRank(Float32Parameters):
+    """W_2 W_1 x_t, or with a bias of zeros at first, one number per channel of the keys."""
+
+    def __init__(self, model_dim: int, rank: int, channels: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.down_weight = nn.Parameter(torch.empty(rank, model_dim))
+        self.up_weight = nn.Parameter(torch.empty(channels, rank))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.down_weight, std=0.02)
+        nn.init.normal_(self.up_weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T channels"]:
+        f = linear_in_float32(linear_in_float32(x, self.down_weight), self.up_weight)
+        return f if self.bias is None else f + self.bias
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForgetGateConfig(AttentionConfig):
     """The option of variants with forget gates.

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from longhaul.modules.attention.parts.short_convolution import ShortConvolution
+from longhaul.modules.documents import Documents
 from longhaul.modules.norms import RMSNorm
 from longhaul.modules.rotary import Rotary
 
@@ -82,6 +84,8 @@ class QKV(nn.Module):
     qkv_name = "qkv"
     coordinates = 1  # of a query or key, for each of a value: K = coordinates x V
     in_float32 = False  # whether queries and keys get at least float32, before they are rotated
+    short_convolution = 0  # tokens that the convolution of q, k and v reads; 0: there is none
+    convolution_bias = False
     rotary: Rotary | None = None
     fused_rows: dict[str, tuple[int, ...]]  # for the optimizer (modules/roles.py)
 
@@ -94,6 +98,13 @@ class QKV(nn.Module):
         self.head_dim = shape.head_dim
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
+        self.convolution: ShortConvolution | None = None
+
+    def head_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Number and width of the heads of queries, of keys, and of values."""
+        V, H, G = self.head_dim, self.num_heads, self.num_key_heads
+        K = self.coordinates * V
+        return (H, K), (G, K), (G, V)
 
     def add_qkv(
         self,
@@ -108,9 +119,8 @@ class QKV(nn.Module):
             head_norm_eps: that of a norm of each head that the kind wants, where the model has no
                 norms of queries and keys.
         """
-        V, H, G = self.head_dim, self.num_heads, self.num_key_heads
-        K = self.coordinates * V
-        self.qkv_widths = K * H, K * G, V * G
+        (H, K), (G, _), (values, V) = self.head_shapes()
+        self.qkv_widths = H * K, G * K, values * V
         self.fused_rows = {f"{self.qkv_name}.weight": self.qkv_widths}
         self.rotary = None if rotary is None else rotary(K)
         setattr(self, self.qkv_name, self.shape.projection(sum(self.qkv_widths)))
@@ -121,6 +131,31 @@ class QKV(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(q, **options), RMSNorm(k, **options)
         elif head_norm_eps is not None:
             self.q_norm, self.k_norm = (RMSNorm(K, eps=head_norm_eps) for _ in range(2))
+        if self.short_convolution:
+            self.convolution = ShortConvolution(
+                sum(self.qkv_widths), self.short_convolution, bias=self.convolution_bias
+            )
+
+    def projected(
+        self,
+        x: Float[Tensor, "B T D"],
+        documents: Documents,
+        convolved: Float[Tensor, "B past W"] | None = None,
+    ) -> tuple[Float[Tensor, "B T W"], Float[Tensor, "B past W"] | None]:
+        """Queries, keys and values of all heads side by side, convolved in a layer that does so.
+
+        Args:
+            x: activations.
+            documents: those of x.
+            convolved: the state of the convolution; None at the start of a document.
+
+        Returns:
+            What `queries_keys_values` takes as `qkv`, and the new state; None: no convolution.
+        """
+        qkv = getattr(self, self.qkv_name)(x)
+        return (
+            (qkv, None) if self.convolution is None else self.convolution(qkv, documents, convolved)
+        )
 
     def queries_keys_values(
         self,
@@ -128,19 +163,25 @@ class QKV(nn.Module):
         rotation: Float64[Tensor, "#B T"] | None = None,
         length: int | None = None,
         speed: Float64[Tensor, "G J"] | None = None,
-    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
-        """Queries, keys and values of every head.
+        *,
+        qkv: Float[Tensor, "B T W"] | None = None,
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T S V"]]:
+        """Queries, keys and values of every head. S is G, unless `head_shapes` says otherwise.
 
         Args:
             x: activations.
             rotation, length, speed: as in `rotated`. Without a rotation q and k are not rotated.
+            qkv: what `projected` gives for x; None: that for whole documents, one per row.
         """
-        q, k, v = getattr(self, self.qkv_name)(x).split(self.qkv_widths, dim=-1)
+        qkv = self.projected(x, Documents(x))[0] if qkv is None else qkv
+        q, k, v = qkv.split(self.qkv_widths, dim=-1)
         has_full_norms = self.shape.qk_norm == "full"
         if has_full_norms:
             q, k = self._normed(q, k)
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v = (one.unflatten(-1, (self.num_key_heads, -1)) for one in (k, v))
+        q, k, v = (
+            one.unflatten(-1, shape)
+            for one, shape in zip((q, k, v), self.head_shapes(), strict=True)
+        )
         if not has_full_norms:
             q, k = self._normed(q, k)
         if self.in_float32:

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from longhaul.kernels import power_attention
 from longhaul.kernels.power import op
 from longhaul.modules.attention import (
-    Attention,
     LayerShape,
     attention_config,
     build_attention,
@@ -36,6 +35,7 @@ from longhaul.modules.attention.parts.context_parallel import (
     state_before,
 )
 from longhaul.modules.attention.power import PowerConfig
+from longhaul.modules.attention.recurrent.delta import DeltaConfig
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
@@ -81,13 +81,18 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         LEARNED,
         {"key_heads": 1, "degree": 4} | LEARNED,
     ],
+    "deltanet": [{}],
+    "gated_deltanet": [{}, {"negative_eigenvalues": True, "groups": 1}],
+    "gated_linear": [{}],
+    "kimi_delta": [{}],
     "linear": [
         {},
         {"feature_map": "identity", "normalizer": "head_norm"},
         {"rotary": "fixed", "gate": "data"} | LEARNED,
     ],
     "fox": [{}, {"key_heads": 1}],
-    "retention": [{}, {"swish_gate": True}, LEARNED],
+    "mamba2": [{}, {"groups": 2, "key_dim": 4} | LEARNED],
+    "retention": [{}, {"swish_gate": True, "short_convolution": 4}, LEARNED],
     # Windows within a part, of a part and of several: parts have 54, 36 or 27 tokens.
     "sliding_window": [
         {"window": 1},
@@ -109,9 +114,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         LEARNED,
     ],
 }
-POWER = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
+KINDS = [kind for kind in registered_variants() if kind != "power_delta"]
+POWER = [kind for kind in KINDS if issubclass(attention_config(kind), PowerConfig)]
+CHUNKED = [kind for kind in KINDS if issubclass(attention_config(kind), (PowerConfig, DeltaConfig))]
 OPTIONS = {kind: [{}, LEARNED] for kind in POWER} | OPTIONS
-KINDS = [*POWER, "alibi", "coca", "fox", "sliding_window", "softmax"]
 LAYERS = {
     f"{kind} {options or ''} {packing}": (kind, options, offsets)
     for kind in KINDS
@@ -170,7 +176,7 @@ def layer(
     given = dict(options)
     key_heads = given.pop("key_heads", HEADS)
     shape = LayerShape(width=WIDTH, heads=HEADS, key_heads=key_heads, head_dim=WIDTH // HEADS)
-    if kind in POWER:
+    if kind in CHUNKED:
         given["chunk_size"] = CHUNK
     attention = attention_config(kind)(**given).build(shape).double()
     with torch.no_grad():
@@ -455,13 +461,11 @@ class FirstOfTwo:
         raise AssertionError
 
 
-def test_a_kind_that_does_not_say_how_parts_are_composed_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build_model()
-    layer = model.blocks[1].attention
-    monkeypatch.setattr(type(layer), "check_context_parallel", Attention.check_context_parallel)
-    with pytest.raises(ValueError, match="found zeros, wanted a kind that supports context para"):
+def test_a_kind_that_does_not_compose_parts_is_refused_by_name() -> None:
+    model = build_model(layers={1: ("power_delta", {})})
+    with pytest.raises(
+        ValueError, match="found power_delta, wanted a kind that supports context para"
+    ):
         model.split_sequence(FirstOfTwo())
     assert all(block.attention.sequence_part is None for block in model.blocks)
 
@@ -473,8 +477,9 @@ def test_degrees_whose_states_are_too_large_are_refused(degree: int) -> None:
         attention.check_context_parallel()
 
 
-def test_input_and_output_states_are_refused() -> None:
-    attention, x = build_attention("retention", WIDTH, HEADS), torch.randn(1, 4, WIDTH)
+@pytest.mark.parametrize("kind", ["retention", "deltanet"])
+def test_input_and_output_states_are_refused(kind: str) -> None:
+    attention, x = build_attention(kind, WIDTH, HEADS), torch.randn(1, 4, WIDTH)
     _, state = attention(x)
     attention.sequence_part = FirstOfTwo()
     for call in (

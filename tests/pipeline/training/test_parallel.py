@@ -108,6 +108,13 @@ COMBINATIONS += [
     for way in STRATEGIES
     for shape in SHAPES
 ]
+# Its parameters begin otherwise than by `init`, and some are never cast to 16 bits.
+RECURRENT = "gated_deltanet"
+COMBINATIONS += [
+    _case(way, RECURRENT, in_test=False, in_test_all=way in ("fsdp-2", "deepspeed3-2"))
+    for way in STRATEGIES
+    if way not in ("single", "context-2")
+]
 COMBINATIONS += [
     _case(way, MUON, in_test=way == "fsdp-2", in_test_all=way != "replicas-2x2")
     for way in MUONS
@@ -135,6 +142,7 @@ HANDOVERS += [
         ("offload3-2", "single"),
     )
 ]
+HANDOVERS += [_case("fsdp-2", "deepspeed3-2", RECURRENT, in_test=False, in_test_all=True)]
 HANDOVERS += [
     _case(before, after, MUON, in_test=False, in_test_all=True)
     for before, after in (("single", "fsdp-3"), ("fsdp-3", "ddp-2"), ("ddp-3", "fsdp-2"))

@@ -1,0 +1,89 @@
+"""Short convolution: each channel of queries, keys and values is mixed over the last few tokens."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from longhaul.modules.attention.parts.context_parallel import state_before
+from longhaul.modules.documents import Documents
+
+
+class ShortConvolution(nn.Module):
+    """y_t = silu(b + sum_(j < width) w_j x_(t - j)), each of them a vector with a number a channel.
+
+    Tokens before the first of a document count as zeros. The state is the last width - 1 inputs.
+    It begins as torch's Conv1d does, with b = 0. `weight` has the shape of one, with w_0 last.
+    Source: Fu et al. (2023), arXiv:2212.14052; with silu as in Mamba (2023), arXiv:2312.00752.
+    """
+
+    def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.past = width - 1  # tokens before the present one that are read
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[-1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in the state of one sequence, which has the dtype of the inputs."""
+        return self.past * len(self.weight)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T W"],
+        documents: Documents,
+        state: Float[Tensor, "B past W"] | None = None,
+    ) -> tuple[Float[Tensor, "B T W"], Float[Tensor, "B past W"]]:
+        """The output for x, and the state after it.
+
+        Args:
+            x: inputs, the part of this rank under context parallelism.
+            documents: those of x.
+            state: what an earlier call returned; None at the start of a document.
+        """
+        T, past = x.shape[1], self.past
+        if documents.sequence_part is not None:
+            state = self._before_part(x, documents)
+        elif state is None:
+            state = x.new_zeros(len(x), past, x.shape[2])
+        inputs = torch.cat([state, x], dim=1)
+        # Products of few numbers each: sums of slices are faster than torch's Conv1d on a CPU.
+        weight = self.weight[:, 0].to(torch.promote_types(x.dtype, torch.float32))
+        y = x * weight[:, past]
+        for back in range(1, past + 1):
+            tap = inputs[:, past - back :][:, :T] * weight[:, past - back]
+            if documents.age is not None:
+                tap = torch.where(documents.age[..., None] >= back, tap, 0)
+            y = y + tap
+        if self.bias is not None:
+            y = y + self.bias
+        # A view would keep all inputs in memory.
+        return silu(y.to(x.dtype)), inputs[:, T:].clone()
+
+    def _before_part(
+        self, x: Float[Tensor, "B T W"], documents: Documents
+    ) -> Float[Tensor, "B past W"]:
+        """The last inputs of earlier parts, which may be shorter than the convolution."""
+
+        def last(every: tuple[Tensor, ...], start: Tensor | None) -> Tensor:
+            inputs = every[0].transpose(0, 1).flatten(1, 2)  # (B, parts x their tokens, W)
+            return F.pad(inputs, (0, 0, self.past, 0))[:, -self.past :]
+
+        assert documents.sequence_part is not None
+        own = (x[:, -self.past :],)
+        state: Tensor = state_before(documents.sequence_part, own, last, None)
+        return state
+
+
+def check_short_convolution(width: int) -> None:
+    """Raise ValueError for an option of so many tokens that no convolution can have."""
+    if width < 0 or width == 1:
+        raise ValueError(f"short_convolution: found {width}, wanted 2 or more, or 0 for none")

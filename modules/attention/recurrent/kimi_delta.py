@@ -1,0 +1,52 @@
+"""Kimi delta attention: the delta rule with a decay per channel of the keys."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.parts.gates import LowRank, ScalarPerHead
+from longhaul.modules.attention.parts.time_step import TimeStep
+from longhaul.modules.attention.recurrent.delta import DeltaAttention, DeltaConfig
+
+
+@register("kimi_delta")
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaConfig(DeltaConfig):
+    """Keys and values are as wide as a head, unless told otherwise."""
+
+    output_gate: Literal["none", "silu", "sigmoid"] = "sigmoid"
+    """none | silu | sigmoid: of a projection of low rank, which multiplies the output."""
+
+    def build(self, shape: LayerShape) -> Attention:
+        return KimiDelta(self, shape)
+
+
+class KimiDelta(DeltaAttention):
+    """The delta rule with b_t = sigmoid(W x_t), and g_t = -A softplus(W_2 W_1 x_t + c).
+
+    There is one A for each head, and one g_t and c for each channel of its keys. The ranks of the
+    decay and of the output gate are the width of a value.
+    Source: Kimi Team (2025), arXiv:2510.26692.
+    """
+
+    def __init__(self, config: KimiDeltaConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.strongest = 2.0 if config.negative_eigenvalues else 1.0
+        self.write = ScalarPerHead(shape.width, shape.heads)
+        self.decay = LowRank(shape.width, self.value_dim, shape.heads * self.key_dim)
+        self.time_step = TimeStep(shape.heads, rates=(1.0, 16.0), per_head=self.key_dim)
+
+    def build_output_gate(self) -> nn.Module:
+        shape, V = self.shape, self.value_dim
+        return nn.Sequential(
+            shape.projection(V), replace(shape, width=V).projection(shape.mixed_width)
+        )
+
+    def write_and_decay(
+        self, x: Float[Tensor, "B T D"]
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H K"]]:
+        log_g = self.time_step(self.decay(x))[1].unflatten(-1, (self.num_heads, -1))
+        return self.strongest * self.write(x).sigmoid(), log_g
