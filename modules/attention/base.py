@@ -353,14 +353,6 @@ class Attention(QKV):
             "parallelism"
         )
 
-    def check_stateless(self, *, has_state: bool) -> None:
-        """Raise ValueError for a state under context parallelism."""
-        if self.sequence_part is not None and has_state:
-            raise ValueError(
-                "state: found one, or keep_state, under context parallelism, which supports only "
-                "training and losses; wanted neither"
-            )
-
 
 def _check_complete(kind: str, cls: type) -> None:
     """Raise ValueError for a class with abstract methods; Python's TypeError would name no kind."""

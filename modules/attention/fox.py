@@ -8,7 +8,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.common.segments import sum_within
-from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig, register
 from longhaul.modules.attention.fused import Cache, FusedAttention, GatedCache
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
@@ -17,7 +17,7 @@ from longhaul.modules.documents import Documents
 
 @register("fox")
 @dataclass(frozen=True, kw_only=True)
-class FoxConfig(ForgetGateConfig):
+class FoxConfig(OutputConfig, ForgetGateConfig):
     """Forgetting attention; its gate is that of the gated kinds."""
 
     cost: ClassVar[str] = "quadratic"

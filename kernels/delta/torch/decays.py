@@ -156,7 +156,8 @@ class ChannelDecays:
 
 def _in_halves(x: Tensor, size: int) -> Tensor:
     """(X, C, D) as (X, blocks, 2 halves, tokens of a half, D), a view."""
-    return x.unflatten(1, (-1, 2, size))
+    halves: Tensor = x.unflatten(1, (-1, 2, size))
+    return halves
 
 
 def _lower_left(x: Tensor, size: int) -> Tensor:

@@ -297,8 +297,7 @@ class DeltaAttention(Attention):
 
 
 def _after_parts(
-    every: tuple[Float[Tensor, "parts B H K K"], Float[Tensor, "parts B H K V"]],
-    start: Tensor | None,
+    every: tuple[Float[Tensor, "parts B H K J"], ...], start: Tensor | None
 ) -> Float[Tensor, "B H K V"]:
     """The state after all earlier parts, each of which makes M S + E of the one before it."""
     state = every[1].new_zeros(every[1].shape[1:])
