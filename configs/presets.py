@@ -37,7 +37,8 @@ def preset_name(file: Path) -> Path:
 def nearest_preset(name: str) -> str | None:
     """The preset whose name or last part of the name is most like this one, if any is."""
     known = [*presets()]
-    short = {Path(one).stem: one for one in reversed(known)}
+    # Of a run and a shape of one name it is the run, the last one.
+    short = {Path(one).stem: one for one in known}
     near = difflib.get_close_matches(name, [*known, *short], n=1)
     return short.get(near[0], near[0]) if near else None
 

@@ -10,7 +10,7 @@ from longhaul.configs.schema import (
     TrainerConfig,
 )
 from longhaul.datamodules.config import DataConfig
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
 
 

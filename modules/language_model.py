@@ -1,243 +1,22 @@
 """The language model: the shape of GPT-2 with a norm after the embedding, of Llama, and others."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 
-from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
 from longhaul.modules.attention.base import overwrite
-from longhaul.modules.block import MLP, Block
-from longhaul.modules.choices import check_bounds, check_choices
+from longhaul.modules.block import Block
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.initialisation import initialise
-from longhaul.modules.learned_positions import LearnedPositions
-from longhaul.modules.norms import RMSNorm
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.roles import Role
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
-from longhaul.modules.vocabulary import Embedding, Head
-
-# Every layer is looked at before anything runs.
-_MOST_LAYERS = 1024
-
-_BIASES = ("qkv", "out", "mlp", "norms")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelConfig:
-    """Shape of the model. The default is that of GPT-2 with 124M parameters."""
-
-    attention: AttentionConfig
-    """The attention variant, by its `kind`, and the options of that kind."""
-
-    layer_attention: dict[str, AttentionConfig] = field(default_factory=dict)
-    """Other variants for the layers of a number ("5") or slice ("3::4"); the last match wins."""
-
-    layers: int = 12
-    """Number of residual blocks, 1 to 1024."""
-
-    width: int = 768
-    """Model width D; without head_dim a multiple of 2 x heads, because positions rotate pairs."""
-
-    heads: int = 12
-    """Number of query heads per layer, 1 or more."""
-
-    kv_heads: int | None = None
-    """Number of key and value heads per layer, a divisor of heads; null: as many as heads."""
-
-    head_dim: int | None = None
-    """Width of a head, an even number, 2 or more; null: width / heads."""
-
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """none | head (RMS norm of each query and key head, before rotation) | full (all together)."""
-
-    learned_positions: int | None = None
-    """Positions with a learned vector each, added to the embedding, the longest text; or null."""
-
-    vocabulary: int = 50_304
-    """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
-
-    embedding_norm: bool = True
-    """A norm after the embedding; GPT-NeoX has none."""
-
-    parallel_residual: bool = False
-    """Attention and MLP of a block read the same x, as in GPT-NeoX; false: one, then the other."""
-
-    biases: bool | list[str] = False
-    """Where they are: true (not in the head) | some of qkv (projections of x), out, mlp, norms."""
-
-    tied_head: bool = True
-    """The matrix of the logits is that of the embedding; false: it is one of its own."""
-
-    norm: Literal["layer", "rms", "rms_offset"] = "layer"
-    """layer | rms | rms_offset (times 1 + w, as in Gemma): every norm of width D."""
-
-    norm_eps: float = 1e-5
-    """Added to the variance or mean square in these norms, more than 0."""
-
-    norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """pre | post (OLMo-2) | sandwich (both: Gemma): norms before or after attention and MLP."""
-
-    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu", "geglu"] = "gelu"
-    """gelu (by tanh) | gelu_erf | relu2 | swiglu | geglu (by tanh): the last two have a gate."""
-
-    mlp_width: int | None = None
-    """Hidden width F of the MLP, 1 or more; null: 4 x width. Gated, 8/3 x width is as large."""
-
-    embedding_scale: float = 1.0
-    """Factor of the embedding, more than 0. Gemma has the root of the width."""
-
-    logit_softcap: float | None = None
-    """c of c tanh(logit / c), more than 0, as in Gemma 2; null: logits are not capped."""
-
-    init: Literal["gpt2", "normal", "olmo", "llama", "nanochat"] = "gpt2"
-    """gpt2 | normal (std 0.02) | olmo (std 0.02, cut) | llama (torchtitan's) | nanochat."""
-
-    def __post_init__(self) -> None:
-        check_choices(self, "model.")
-        check_bounds(self, "layers", least=1, most=_MOST_LAYERS, prefix="model.")
-        # torch can still count the bytes of vectors of this width for each token id.
-        widths = ("width", "heads", "kv_heads", "mlp_width")
-        check_bounds(self, *widths, least=1, most=1 << 20, prefix="model.")
-        check_bounds(self, "learned_positions", least=1, most=1 << 32, prefix="model.")
-        check_bounds(self, "head_dim", least=2, most=1 << 20, prefix="model.")
-        positive = ("norm_eps", "embedding_scale", "logit_softcap")
-        check_bounds(self, *positive, above=0, below=math.inf, prefix="model.")
-        check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
-        places = [] if isinstance(self.biases, bool) else self.biases
-        if unknown := [one for one in places if one not in _BIASES]:
-            raise ValueError(
-                f"model.biases: found {unknown[0]!r}, wanted true, false or some of "
-                f"{', '.join(_BIASES)}"
-            )
-        if len(self.layer_attention) > self.layers:
-            raise ValueError(
-                f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
-                f"most one for each of {self.layers} layers"
-            )
-        if self.head_dim is None and self.width % (2 * self.heads):
-            raise ValueError(
-                f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
-                f"{2 * self.heads}"
-            )
-        if self.head_dim is not None and self.head_dim % 2:
-            raise ValueError(f"model.head_dim: found {self.head_dim}, wanted an even number")
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.kv_heads: found {self.kv_heads}, wanted a divisor of model.heads = "
-                f"{self.heads}"
-            )
-        used = [self._entry_of(layer) for layer in range(self.layers)]
-        for key in self.layer_attention:
-            self._layers_of(key)
-            if key not in used:
-                raise ValueError(
-                    f"model.layer_attention: found {key!r}, all of whose layers match later "
-                    "entries, which win; wanted at least one layer for every entry"
-                )
-
-    def attention_of(self, layer: int) -> AttentionConfig:
-        """The config of a layer, counted from 0."""
-        key = self._entry_of(layer)
-        return self.attention if key is None else self.layer_attention[key]
-
-    def shape_of(self, layer: int) -> LayerShape:
-        """The shape of the attention of a layer, counted from 0."""
-        return LayerShape(
-            width=self.width,
-            heads=self.heads,
-            key_heads=self.heads if self.kv_heads is None else self.kv_heads,
-            head_dim=self.width // self.heads if self.head_dim is None else self.head_dim,
-            biases=self._has_biases("qkv"),
-            out_bias=self._has_biases("out"),
-            layer=layer,
-            qk_norm=self.qk_norm,
-            norm_eps=self.norm_eps,
-            norm_offset=self.norm == "rms_offset",
-        )
-
-    def build_norm(self, is_there: bool = True) -> nn.Module:
-        """A norm of activations (..., D); the identity in a place without one."""
-        if not is_there:
-            return nn.Identity()
-        if self.norm == "layer":
-            return nn.LayerNorm(self.width, eps=self.norm_eps, bias=self._has_biases("norms"))
-        return RMSNorm(self.width, eps=self.norm_eps, has_offset=self.norm == "rms_offset")
-
-    def build_block(self, layer: int) -> Block:
-        """The block of a layer, counted from 0."""
-        before, after = self.norm_order != "post", self.norm_order != "pre"
-        return Block(
-            attention=self.attention_of(layer).build(self.shape_of(layer)),
-            mlp=MLP(
-                self.width,
-                4 * self.width if self.mlp_width is None else self.mlp_width,
-                kind=self.mlp,
-                biases=self._has_biases("mlp"),
-            ),
-            attention_norm=self.build_norm(before),
-            mlp_norm=self.build_norm(before),
-            attention_post_norm=self.build_norm(after),
-            mlp_post_norm=self.build_norm(after),
-            parallel=self.parallel_residual,
-        )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "LanguageModelConfig":
-        """The config with these fields, attention configs as their `kind` and options.
-
-        Raises ValueError or TypeError for values of other names or types.
-        """
-        layers = {key: _attention_of(one) for key, one in values.get("layer_attention", {}).items()}
-        attention = _attention_of(values["attention"])
-        return cls(**{**values, "attention": attention, "layer_attention": layers})
-
-    def _has_biases(self, place: str) -> bool:
-        return self.biases if isinstance(self.biases, bool) else place in self.biases
-
-    def _entry_of(self, layer: int) -> str | None:
-        """The key of the last entry of `layer_attention` that matches the layer."""
-        keys = [key for key in self.layer_attention if layer in self._layers_of(key)]
-        return keys[-1] if keys else None
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of all layers, each once, in the order of their first layer."""
-        return tuple(dict.fromkeys(self.attention_of(layer).kind for layer in range(self.layers)))
-
-    def _layers_of(self, key: str) -> range:
-        """The layers of a key: a number, or a slice as in Python."""
-        layers = range(self.layers)
-        try:
-            if ":" in key:
-                found = layers[slice(*(int(bound) if bound else None for bound in key.split(":")))]
-            else:
-                found = layers[layers.index(int(key)) :][:1]
-        except (ValueError, TypeError):
-            found = range(0)
-        if not found:
-            raise ValueError(
-                f"model.layer_attention: found {key!r}, wanted a number or slice of the layers 0 "
-                f'to {self.layers - 1}, such as "0" or "::2"'
-            )
-        return found
-
-
-def _attention_of(options: Mapping[str, Any]) -> AttentionConfig:
-    cls, values = attention_config(options["kind"]), {}
-    hints = get_type_hints(cls)
-    for key, value in options.items():
-        if key != "kind":
-            is_nested = is_dataclass(hints.get(key)) and isinstance(value, Mapping)
-            values[key] = hints[key](**value) if is_nested else value
-    return cls(**values)
+from longhaul.modules.vocabulary import Embedding, Head, LearnedPositions
 
 
 class Blocks(nn.ModuleList):
@@ -302,7 +81,7 @@ class LanguageModel(nn.Module):
             self.positions.reset_parameters()
 
     def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-        """Logits of the token after each of T tokens, float32. `loss` needs far less memory."""
+        """Logits after each of T tokens, in at least float32. `loss` needs far less memory."""
         hidden, _ = self.activations(tokens)
         return self.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)  # type: ignore[no-any-return]
 

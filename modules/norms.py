@@ -1,4 +1,4 @@
-"""Norms of activations (..., D)."""
+"""Norms of activations (..., D), and of queries and keys."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) times w or, with an offset, times 1 + w.
 
-    It is computed in at least float32 and has the dtype of x. With an offset w starts at 0 and
-    keeps the bits that 1 + w would lose in bfloat16, as in Gemma (2024), arXiv:2403.08295. Source:
-    Zhang and Sennrich (2019), arXiv:1910.07467.
+    It is computed in at least float32 and has the dtype of x, to which w is rounded, but not 1 + w.
+    With an offset w starts at 0 and keeps the bits that 1 + w would lose in bfloat16, as in Gemma
+    (2024), arXiv:2403.08295. Source: Zhang and Sennrich (2019), arXiv:1910.07467.
     """
 
     def __init__(self, width: int, *, eps: float, has_offset: bool = False) -> None:
@@ -23,11 +23,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width) if has_offset else torch.ones(width))
 
     def forward(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
-        # All in one dtype, else torch leaves its fused kernel.
+        # All in one dtype, else torch leaves its fused kernel: queries and keys have 16 bits under
+        # autocast, and their gain has not.
+        if not self.has_offset:
+            return _normed(x, self.weight.to(x.dtype), self.eps)
         exact = torch.promote_types(x.dtype, torch.float32)
-        w = self.weight.to(exact)
-        w = 1 + w if self.has_offset else w
-        return _normed(x.to(exact), w, self.eps).to(x.dtype)
+        return _normed(x.to(exact), 1 + self.weight.to(exact), self.eps).to(x.dtype)
 
 
 def _normed(x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -37,22 +38,28 @@ def _normed(x: Tensor, w: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x for backward, as the fused kernel of GPUs does; torch on a CPU keeps x / |x| too."""
+    """As torch's on a CPU, to the bit, but it keeps x alone for backward, as the kernel of GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.eps = eps
-        return x * _inverse(x, eps) * w
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (exact * _inverse(exact, eps) * w).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
         # Computed again from x, so that this can be differentiated once more.
-        inverse = _inverse(x, ctx.eps)
-        normed, dnormed = x * inverse, dy * w
-        dx = inverse * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-        return dx, (dy * normed).flatten(0, -2).sum(0), None
+        inverse = _inverse(exact, ctx.eps)
+        dy = dy.to(exact.dtype)
+        dnormed = dy * w
+        dinverse = (dnormed * exact).sum(-1, keepdim=True)
+        dmean = -0.5 * dinverse * inverse.pow(3) / x.shape[-1]
+        dx = dnormed * inverse + dmean * (2 * exact)
+        dw = (dy * (exact * inverse)).sum_to_size(w.shape)
+        return dx.to(x.dtype), dw.to(w.dtype), None
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:

@@ -135,9 +135,9 @@ class OptimConfig:
                 )
 
     def update_factor(self, tokens: int) -> int:
-        """Size of the update that begins after so many trained tokens, in `tokens_per_update`.
+        """Steps that the update counts as which begins after so many trained tokens.
 
-        It counts as so many steps.
+        It has as many times `tokens_per_update` tokens.
         """
         factors = (one.factor for one in self.larger_updates[::-1] if one.at_tokens <= tokens)
         return next(factors, 1)

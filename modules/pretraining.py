@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longhaul.modules.cross_entropy import RowLosses
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.optim import (
     OptimConfig,
     build_optimizer,
     learning_rate_factor,
     set_learning_rate,
 )
-from longhaul.modules.progress import Progress, is_passed
-from longhaul.modules.skipped_updates import Skip, reason_to_skip
+from longhaul.modules.progress import Progress, Skip, is_passed, reason_to_skip
 
 _RECENT_LOSSES = 100
 

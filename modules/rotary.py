@@ -1,7 +1,7 @@
 """Rotary positions, accurate over a million tokens, and how they are scaled."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, NoReturn
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
+from longhaul.modules.choices import check_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +36,32 @@ class PositionScaling:
             raise ValueError(f"position context: found {self.context}, wanted the training context")
 
 
+_LONG = ("factor", "attention_factor", "original_max_position_embeddings")
+
+ROTARY_SCALINGS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (*_LONG, "beta_fast", "beta_slow", "truncate"),
+    "longrope": (*_LONG, "short_factor", "long_factor"),
+}
+"""The options of RotaryScaling that each of its `rope_type` reads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How a model's rotation rates differ from theta_j, in options named as in transformers; L0 is
-    original_max_position_embeddings, and the wavelength of a rate is 2 pi / theta_j tokens.
+    """How a model scales its rotation rates theta_j, whose wavelengths are 2 pi / theta_j tokens.
+    Options have the names of transformers; L0 is original_max_position_embeddings.
     """
 
     rope_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     """none | linear (all rates / factor) | llama3, yarn (slow ones only) | longrope (by lists)."""
 
     factor: float = 1.0
-    """Ratio of the longer context to L0, 1 or more."""
+    """Ratio of the longer context to L0, 1 or more; none does not read it."""
 
     original_max_position_embeddings: int | None = None
-    """L0, the context before it was made longer, in tokens, 2 or more; null with none, linear."""
+    """L0 of llama3, yarn, longrope: the context before it was made longer, in tokens, 2 or more."""
 
     low_freq_factor: float = 1.0
     """llama3: rates of wavelengths above L0 / low_freq_factor are divided by factor; above 0."""
@@ -76,15 +89,15 @@ class RotaryScaling:
 
     def check(self) -> None:
         """Raise ValueError at an option that does not fit."""
-        if self.rope_type in ("none", "linear"):
-            if self.original_max_position_embeddings is not None:
-                self._refuse("original_max_position_embeddings", f"null with {self.rope_type}")
-        elif (self.original_max_position_embeddings or 0) < 2:
+        check_choices(self, "rotary_scaling.")
+        read, default = ROTARY_SCALINGS[self.rope_type], RotaryScaling()
+        for one in fields(self)[1:]:
+            if one.name not in read and getattr(self, one.name) != getattr(default, one.name):
+                self._refuse(one.name, f"it left out with {self.rope_type}, which does not read it")
+        if "original_max_position_embeddings" in read and self.context < 2:
             self._refuse("original_max_position_embeddings", "2 or more")
         if not 1 <= self.factor < math.inf:
             self._refuse("factor", "1 or more, finite")
-        if self.rope_type == "none" and self.factor != 1:
-            self._refuse("factor", "1 with none")
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             self._refuse("high_freq_factor", "more than low_freq_factor, which is more than 0")
         if not 0 < self.beta_slow < self.beta_fast < math.inf:
@@ -93,10 +106,8 @@ class RotaryScaling:
             self._refuse("attention_factor", "more than 0, finite")
         for name in ("short_factor", "long_factor"):
             divisors = getattr(self, name)
-            if bool(divisors) != (self.rope_type == "longrope"):
-                self._refuse(name, "one number for each pair with longrope, else none")
-            if not all(0 < one < math.inf for one in divisors):
-                self._refuse(name, "numbers more than 0")
+            if name in read and not (divisors and all(0 < one < math.inf for one in divisors)):
+                self._refuse(name, "one number more than 0 for each pair")
 
     def _refuse(self, name: str, wanted: str) -> NoReturn:
         found = getattr(self, name)

@@ -226,11 +226,7 @@ def prepare_longcrawl64(
     store.require_whole(ranges)
     tokenizer = LongCrawl64Tokenizer()
     template = Manifest(
-        tokenizer=tokenizer.name,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eot_id=tokenizer.eot_id,
+        **tokenizer.identity,
         document_tokens=store.columns,
         dtype="uint16",
         source={

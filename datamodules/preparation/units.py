@@ -108,11 +108,7 @@ class Job:
         """The manifest of a split, without its shards."""
         packing = asdict(self.packing)
         return Manifest(
-            tokenizer=self.tokenizer.name,
-            tokenizer_sha256=self.tokenizer.sha256,
-            vocab_size=self.tokenizer.vocab_size,
-            bos_id=self.tokenizer.bos_id,
-            eot_id=self.tokenizer.eot_id,
+            **self.tokenizer.identity,
             document_tokens=self.packing.block_tokens,
             dtype=self._dtype,
             boundaries="ends",

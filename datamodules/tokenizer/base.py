@@ -35,6 +35,12 @@ class Tokenizer(ABC):
     eot_id: int
     """The id that ends a text."""
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields of a manifest that tell whose ids its tokens are."""
+        ids = {key: getattr(self, key) for key in ("vocab_size", "bos_id", "eot_id")}
+        return {"tokenizer": self.name, "tokenizer_sha256": self.sha256, **ids}
+
     def encode(self, text: str, *, goes_on: bool = False) -> Ids:
         """The ids of a text, without bos or end-of-text; special tokens in it are plain text.
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig, register
-from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+from longhaul.modules.attention.fused import Cache, FusedAttention, KeyValueCache
 from longhaul.modules.attention.parts.gates import alibi_slopes
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
 from longhaul.modules.documents import Documents
@@ -52,13 +52,14 @@ class Alibi(FusedAttention):
     def mix(
         self,
         q: Float[Tensor, "B H T K"],
-        cache: KeyValueCache,
+        cache: Cache,
         position: Float64[Tensor, "#B S"],
         documents: Documents | None = None,
     ) -> Float[Tensor, "B H T V"]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         slopes = _slopes(self.num_heads, dtype, q.device)
-        return masked_softmax(q, *cache, slopes, None if documents is None else documents.age)
+        age = None if documents is None else documents.age
+        return masked_softmax(q, cache.k, cache.v, slopes, age)
 
 
 @lru_cache(maxsize=8)

@@ -338,20 +338,20 @@ class Attention(QKV):
                 "each of its own length; wanted linear or none, or one document per row"
             )
 
-    def check_context_parallel(self) -> None:
-        """Raise ValueError where the variant does not support context parallelism."""
-        raise ValueError(
-            f"attention.kind: found {self.config.kind}, wanted a kind with a state of fixed size "
-            "that the ranks of context parallelism can exchange"
-        )
-
     def check_stateless(self, *, has_state: bool) -> None:
-        """Raise ValueError for a state under context parallelism."""
+        """Raise ValueError for a state of a part of a sequence."""
         if self.sequence_part is not None and has_state:
             raise ValueError(
                 "state: found one, or keep_state, under context parallelism, which supports only "
                 "training and losses; wanted neither"
             )
+
+    def check_context_parallel(self) -> None:
+        """Raise ValueError where the variant does not support context parallelism."""
+        raise ValueError(
+            f"attention.kind: found {self.config.kind}, wanted a kind that supports context "
+            "parallelism"
+        )
 
 
 def _check_complete(kind: str, cls: type) -> None:

@@ -82,7 +82,8 @@ class Coca(FusedAttention):
         position: Float64[Tensor, "#B S"],
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B G S K"]]:
         T, S = q.shape[2], k.shape[2]
-        cos, sin = (phase.transpose(1, 2) for phase in self.rotary.phases(position - 1, S, q.dtype))
+        phases = self.rotary.phases(position - 1, self.whole_length(T, S), q.dtype)
+        cos, sin = (phase.transpose(1, 2) for phase in phases)
         now = cos[:, :, S - T :], sin[:, :, S - T :]
         if self.is_strict:
             first, second = q.chunk(2, dim=-1)

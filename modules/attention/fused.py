@@ -10,8 +10,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig
+from longhaul.modules.attention.parts.context_parallel import tokens_before
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
 from longhaul.modules.documents import Documents
+from longhaul.modules.sequence_part import SequencePart
 
 
 class KeyValueCache(NamedTuple):
@@ -25,12 +27,27 @@ class KeyValueCache(NamedTuple):
         return KeyValueCache(self.k[:, :, :-count], self.v[:, :, :-count])
 
 
+class GatedCache(NamedTuple):
+    """Keys, values and log forget gates of all tokens so far; grows with T."""
+
+    k: Float[Tensor, "B G T K"]
+    v: Float[Tensor, "B G T V"]
+    log_f: Float[Tensor, "B H T 1"]
+
+    def without_last(self, count: int) -> "GatedCache":
+        """The cache before the last `count` tokens, 1 or more."""
+        return GatedCache(*(one[:, :, :-count] for one in self))
+
+
 class RecentCache(NamedTuple):
     """Keys and values of the last window - 1 tokens at most, and the number of all tokens."""
 
     k: Float[Tensor, "B G S J"]
     v: Float[Tensor, "B G S V"]
     length: Float64[Tensor, "B"]
+
+
+Cache = KeyValueCache | GatedCache
 
 
 class FusedAttention(Attention):
@@ -52,7 +69,7 @@ class FusedAttention(Attention):
     @abstractmethod
     def project(
         self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
-    ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
+    ) -> tuple[Float[Tensor, "B H T K"], Cache]:
         """Queries and new cache entries of x, from the positions of its tokens, 1 and up."""
 
     def operands(
@@ -67,14 +84,17 @@ class FusedAttention(Attention):
     def mix(
         self,
         q: Float[Tensor, "B H T K"],
-        cache: KeyValueCache,
+        cache: Cache,
         position: Float64[Tensor, "#B S"],
         documents: Documents | None = None,
     ) -> Float[Tensor, "B H T V"]:
         """Softmax attention of the last T cached tokens to the cached tokens that they see."""
         q, k = self.operands(q, cache.k, position)
         window = self.window if self.window is not None and self.window < k.shape[2] else None
-        if documents is not None or window is not None or self.softcap is not None:
+        # On a CPU torch's fused kernel writes out the mask of T < S.
+        is_written_out = self.sequence_part is not None and not q.is_cuda
+        is_limited = window is not None or self.softcap is not None
+        if documents is not None or is_limited or is_written_out:
             age = None if documents is None else documents.age
             return masked_softmax(
                 q, k, cache.v, None, age, scale=self.scale, window=window, softcap=self.softcap
@@ -104,30 +124,49 @@ class FusedAttention(Attention):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        state: KeyValueCache | RecentCache | None = None,
+        state: Cache | RecentCache | None = None,
         *,
         documents: Documents | None = None,
         keep_state: bool = True,
-    ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | RecentCache | None]:
+    ) -> tuple[Float[Tensor, "B T D"], Cache | RecentCache | None]:
         past = 0 if state is None else state.k.shape[2]
         position = _positions(past + x.shape[1], x.device)
-        if documents is not None:
-            position = documents.positions(position.new_zeros(len(x)))
+        part = self.sequence_part
+        self.check_stateless(has_state=state is not None or keep_state)
+        if documents is not None or part is not None:
+            where = Documents(x, sequence_part=part) if documents is None else documents
+            position = where.positions(position.new_zeros(len(x)))
         elif isinstance(state, RecentCache):
             position = position + (state.length - past)[:, None]
         q, cache = self.project(x, position[:, past:])
         if state is not None:
-            pairs = zip(state[:2], cache, strict=True)
-            cache = KeyValueCache(*(torch.cat(pair, dim=2) for pair in pairs))
+            pairs = zip(state[: len(cache)], cache, strict=True)
+            cache = type(cache)(*(torch.cat(pair, dim=2) for pair in pairs))
         elif keep_state:
             # A view would keep the whole projection in memory.
-            cache = KeyValueCache(*(one.contiguous() for one in cache))
+            cache = type(cache)(*(one.contiguous() for one in cache))
+        if part is not None:
+            cache, position = self._with_earlier_parts(part, cache, position)
         mixed = self.mix(q, cache, position, documents).transpose(1, 2)  # (B, T, H, V)
         return self.read_out(x, mixed), self._kept(cache, position) if keep_state else None
 
-    def _kept(
-        self, cache: KeyValueCache, position: Float64[Tensor, "#B S"]
-    ) -> KeyValueCache | RecentCache:
+    def _with_earlier_parts(
+        self, part: SequencePart, cache: Cache, position: Float64[Tensor, "B T"]
+    ) -> tuple[Cache, Float64[Tensor, "B S"]]:
+        """What the tokens of this part of a sequence may see: also that of earlier parts."""
+        own = *(one.transpose(1, 2) for one in cache), position
+        most = None if self.window is None else self.window - 1
+        *joined, position = tokens_before(part, own, most)
+        return type(cache)(*(one.transpose(1, 2) for one in joined)), position.detach()
+
+    def check_context_parallel(self) -> None:
+        """Every rank computes the attention of its queries to the tokens before, or to a window."""
+
+    def whole_length(self, T: int, S: int) -> int:
+        """Tokens of the whole sequence, where the last T of S are those of x."""
+        return S if self.sequence_part is None else self.sequence_part.count * T
+
+    def _kept(self, cache: Cache, position: Float64[Tensor, "#B S"]) -> Cache | RecentCache:
         """What later tokens may see of the cache."""
         if self.window is None:
             return cache
@@ -159,6 +198,11 @@ class FusedAttention(Attention):
         seen = T if self.window is None else min(T, self.window)
         pairs = seen * (seen + 1) // 2 + (T - seen) * seen
         return 4 * pairs * self.shape.mixed_width // T
+
+    def state_size(self) -> int | None:
+        if self.window is None:
+            return None
+        return sum(x.numel() for x in self._state_after(self.window, torch.float32))
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         if self.window is not None:

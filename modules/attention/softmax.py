@@ -80,7 +80,8 @@ class Softmax(FusedAttention):
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         # Keys whose rotation depends on the length of the sequence are cached without it.
         rotation = None if self._rotates_late() else position
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, rotation))
+        length = self.whole_length(x.shape[1], x.shape[1])
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, rotation, length))
         return q, KeyValueCache(k, v)
 
     def operands(
@@ -98,4 +99,5 @@ class Softmax(FusedAttention):
         return q, self.rotary.rotated(k, cos, sin)
 
     def _rotates_late(self) -> bool:
-        return self.rotary is not None and self.rotary.depends_on_length
+        is_whole = self.sequence_part is not None  # then no later call has a longer sequence
+        return self.rotary is not None and self.rotary.depends_on_length and not is_whole

@@ -2,8 +2,10 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import itemgetter
 from typing import Any, NamedTuple, cast, get_type_hints
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
 from longhaul.modules.attention import LayerShape
 from longhaul.modules.attention.softmax import SoftmaxConfig
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import BIAS_PLACES, LanguageModelConfig
 from longhaul.pipeline.architectures.layers import Layers, in_config
 
 
@@ -83,6 +86,15 @@ class Place(NamedTuple):
     rows: Rows = ((0, None),)
     is_transposed: bool = False
 
+    def lengths(self, count: int) -> list[int]:
+        """The number of rows in each part, of a tensor of so many."""
+        return [len(range(count)[begin:end]) for begin, end in self.rows]
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """That of these rows, of a tensor of ours of this shape."""
+        shape = (sum(self.lengths(whole[0])), *whole[1:])
+        return shape[::-1] if self.is_transposed else shape
+
 
 Modules = Mapping[str, str | tuple[str, Callable[[LayerShape], Rows]]]
 """Modules of a block, by their names: ours, and our rows in their order if not all of them."""
@@ -108,7 +120,7 @@ class Architecture:
     has_scaled_embedding: bool = False
     """Whether the embedding is multiplied by the root of the width."""
 
-    ignored_fields: frozenset[str] = frozenset()
+    ignored_fields: tuple[str, ...] = ()
     """Fields that change no logit."""
 
     context: int
@@ -185,7 +197,8 @@ class Architecture:
             for name, value in content.items()
             if name not in self.ignored_fields and name not in _IGNORED
         }
-        values, places = dict(self.constants), [*self.biases]
+        # None of them normalises the embedding.
+        values, places = {"embedding_norm": False, **self.constants}, [*self.biases]
         for one in self.fields:
             value = left.pop(one.name, one.absent)
             if isinstance(one, Field):
@@ -194,11 +207,11 @@ class Architecture:
                 places += one.places if checked_value(bool, value, one.name) else ()
             elif isinstance(one, Fixed) and value not in (one.value, *one.same):
                 raise ValueError(f"{one.name}: found {shown(value)}, wanted {one.value!r}")
-        if self.has_scaled_embedding:
-            values["embedding_scale"] = abs(values["width"]) ** 0.5
-        values["biases"] = True if len(places) == len(_PLACES) else places or False
+        values["biases"] = True if len(places) == len(BIAS_PLACES) else places or False
         # This checks the sizes, before there is something for each layer.
         sizes = LanguageModelConfig.from_dict({**values, "attention": {"kind": "softmax"}})
+        if self.has_scaled_embedding:
+            values["embedding_scale"] = sizes.width**0.5
         name = "max_position_embeddings"
         context = checked_value(Positive, content.get(name, self.context), name)
         layers = self.layers.read(left, sizes.layers, sizes.shape_of(0).head_dim, context)
@@ -236,62 +249,61 @@ class Architecture:
             raise ValueError(f"{name}: found a tensor that {self.name} does not have")
         return found
 
-    def weights_of(self, model: LanguageModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a model, by our names, from tensors by theirs.
+    def weights_of(
+        self,
+        model: LanguageModel,
+        found: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Tensor],
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a model, by our names, each read when it is its turn.
 
         Args:
             model: on any device; its shapes are read.
-            found: tensors of a file, which are not changed.
+            found: shapes of the tensors of a folder, by their names.
+            read: gives one of them.
 
         Raises:
             ValueError: naming a tensor that is missing, unknown or of another shape.
         """
-        places = self.tensors(model)
-        named = {}
-        for name, tensor in found.items():
+        places, named = self.tensors(model), dict[str, str]()
+        for name in found:
             if not re.search(self.ignored_tensors, name):
-                name = self.old_tensors.get(name, name)
-                whole = f"{self.old_prefix}{name}"
-                named[whole if whole in places else name] = tensor
-        if model.config.tied_head:
-            self._forget_tied_head(named)
+                now = self.old_tensors.get(name, name)
+                whole = f"{self.old_prefix}{now}"
+                now = whole if whole in places else now
+                if now in named:
+                    raise ValueError(f"{name}: found {named[now]} too, wanted one of them")
+                named[now] = name
+        theirs = {own: f"{name}.weight" for name, own in self.modules.items()}
+        embedding = theirs["embedding"]
+        tied = named.pop(theirs["lm_head"], None) if model.config.tied_head else None
         for name in sorted(places.keys() | named.keys()):
             if name not in named:
                 raise ValueError(f"{name}: found no such tensor, wanted that of {self.name}")
             if name not in places:
-                raise ValueError(f"{name}: found an unknown tensor of {self.name}, wanted none")
-        dtypes = {place.name: named[name].dtype for name, place in places.items()}
-        weights = {
-            name: torch.empty(one.shape, dtype=dtypes[name])
-            for name, one in model.state_dict().items()
-        }
-        for name, place in places.items():
-            targets = [weights[place.name][begin:end] for begin, end in place.rows]
-            shape = (sum(map(len, targets)), *targets[0].shape[1:])
-            shape = shape[::-1] if place.is_transposed else shape
-            if named[name].shape != shape:
                 raise ValueError(
-                    f"{name}: found shape {tuple(named[name].shape)}, wanted {shape} as in "
-                    "config.json"
+                    f"{named[name]}: found an unknown tensor of {self.name}, wanted none"
                 )
-            tensor = named[name].T if place.is_transposed else named[name]
-            sources = tensor.split([len(one) for one in targets])
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-        return weights
-
-    def _forget_tied_head(self, named: dict[str, Tensor]) -> None:
-        """Leave out the head of a model whose head is its embedding, if a file has it too."""
-        theirs = {own: f"{name}.weight" for name, own in self.modules.items()}
-        head, embedding = named.pop(theirs["lm_head"], None), named.get(theirs["embedding"])
-        if head is not None and embedding is not None and not torch.equal(head, embedding):
+        ours, parts = model.state_dict(), defaultdict[str, list[tuple[str, Place]]](list)
+        for name, place in places.items():
+            shape, wanted = found[named[name]], place.shape(ours[place.name].shape)
+            if shape != wanted:
+                raise ValueError(
+                    f"{named[name]}: found shape {shape}, wanted {wanted} as in config.json"
+                )
+            parts[place.name].append((named[name], place))
+        if tied is not None and not torch.equal(read(tied), read(named[embedding])):
             raise ValueError(
-                f"{theirs['lm_head']}: found another matrix than {theirs['embedding']}, wanted the "
-                "same, since tie_word_embeddings is true"
+                f"{tied}: found another matrix than {named[embedding]}, wanted the same, since "
+                "tie_word_embeddings is true"
             )
-
-
-_PLACES = ("qkv", "out", "mlp", "norms")
+        for own, sources in parts.items():
+            rows: list[tuple[int, Tensor]] = []
+            for name, place in sources:
+                tensor = read(name).T if place.is_transposed else read(name)
+                begins = (begin for begin, _ in place.rows)
+                rows += zip(begins, tensor.split(place.lengths(len(ours[own]))), strict=True)
+            yield own, torch.cat([part for _, part in sorted(rows, key=itemgetter(0))])
 
 
 @functools.cache
@@ -304,15 +316,14 @@ def canonical(model: LanguageModelConfig) -> LanguageModelConfig:
 
     Layers whose attention is not that of the first one have an entry each.
     """
-    shape, biases = model.shape_of(0), model.biases
-    places = _PLACES if biases is True else biases or ()
+    shape = model.shape_of(0)
     return replace(
         model,
         init="gpt2",
         kv_heads=shape.key_heads,
         head_dim=shape.head_dim,
         mlp_width=4 * model.width if model.mlp_width is None else model.mlp_width,
-        biases=cast(Any, [one for one in _PLACES if one in places]),
+        biases=[place for place in BIAS_PLACES if model.has_biases(place)],
         attention=model.attention_of(0),
         layer_attention={
             str(layer): model.attention_of(layer)
@@ -329,5 +340,5 @@ _IGNORED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type"),
     *("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"),
-    "use_cache",
+    *("use_cache", "transformers.js_config"),
 )

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
 from longhaul.modules.attention.softmax import SoftmaxConfig
-from longhaul.modules.rotary import RotaryScaling
+from longhaul.modules.rotary import ROTARY_SCALINGS, RotaryScaling
 
 Options = dict[str, Any]
 """Those of softmax attention in a layer."""
@@ -16,13 +16,8 @@ Options = dict[str, Any]
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_LONG = ("factor", "attention_factor", "original_max_position_embeddings")
-_SCALINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LONG[2]),
-    "yarn": (*_LONG, "beta_fast", "beta_slow", "truncate"),
-    "longrope": (*_LONG, "short_factor", "long_factor"),
+_SCALINGS = {
+    "default" if kind == "none" else kind: names for kind, names in ROTARY_SCALINGS.items()
 }
 """The parameters of each `rope_type`, which RotaryScaling has by the same names."""
 
@@ -44,8 +39,9 @@ class Layers:
     window: int | None = None
     has_switch: bool = False
     """Whether windows need `use_sliding_window`."""
-    types: Callable[[Mapping[str, Any], int], list[str]] | None = None
-    """The types of so many layers without `layer_types`; None: a window is that of all layers."""
+    types: Callable[[Mapping[str, Any], Sequence[int]], list[str]] | None = None
+    """The types without `layer_types`, from the fields and a 0 for each layer without positions;
+    None: a window is that of all layers."""
     has_unrotated: bool = False
     """Whether `no_rope_layers` has a 0 for each layer without positions; absent, every fourth."""
     score_width: int | None = None
@@ -61,8 +57,13 @@ class Layers:
         Raises:
             ValueError: naming the field whose value longhaul cannot express.
         """
-        windows = self._windows(content, count)
+        rotated = self._rotated(content, count)
+        windows = self._windows(content, rotated)
         rotations = self._rotations(content, windows, context)
+        rotations = [
+            rotation if is_rotated else {"rotary": "none"}
+            for rotation, is_rotated in zip(rotations, rotated, strict=True)
+        ]
         shared: Options = {}
         if self.score_width is not None:
             given = content.pop("query_pre_attn_scalar", self.score_width)
@@ -96,7 +97,7 @@ class Layers:
             by_type = dict(zip(reversed(types), reversed(layers), strict=True))
             rope = {name: self._rope_of(by_type.get(name, layers[0])) for name in (FULL, WINDOWED)}
         if self.is_rotated:
-            found["rope_parameters"] = rope
+            found |= {"rope_parameters": rope, **self._old_rope(rope)}
         first = layers[0]
         if self.score_width is not None:
             width = head_dim if first.scale is None else first.scale**-2
@@ -107,7 +108,21 @@ class Layers:
             found["attn_logit_softcapping"] = first.softcap
         return found
 
-    def _windows(self, content: dict[str, Any], count: int) -> list[int | None]:
+    def _rotated(self, content: dict[str, Any], count: int) -> list[int]:
+        """For each layer 1 with rotary positions, else 0."""
+        if not self.has_unrotated:
+            return [int(self.is_rotated)] * count
+        interval = content.pop("no_rope_layer_interval", 4)
+        every = checked_value(Positive, interval, "no_rope_layer_interval")
+        given = content.pop("no_rope_layers", None)
+        usual = [int((layer + 1) % every != 0) for layer in range(count)]
+        rotated: list[int] = checked_value(list[int] | None, given, "no_rope_layers") or usual
+        if len(rotated) != count:
+            raise ValueError(f"no_rope_layers: found {len(rotated)} layers, wanted {count}")
+        return rotated
+
+    def _windows(self, content: dict[str, Any], rotated: Sequence[int]) -> list[int | None]:
+        count = len(rotated)
         if not self.has_window:
             return [None] * count
         given = content.pop("sliding_window", self.window)
@@ -116,7 +131,7 @@ class Layers:
             window = None
         if self.types is None:
             return [window] * count
-        types = self.types({**content, "sliding_window": window}, count)
+        types = self.types(content, rotated)
         given = content.pop("layer_types", None)
         types = checked_value(list[str] | None, given, "layer_types") or types
         for name in ("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"):
@@ -132,7 +147,7 @@ class Layers:
         self, content: dict[str, Any], windows: Sequence[int | None], context: int
     ) -> list[Options]:
         if not self.is_rotated:
-            return [{"rotary": "none"}] * len(windows)
+            return [{}] * len(windows)
         outer = {new: content.pop(old) for old, new in self.old.items() if old in content}
         given = {
             name: checked_value(dict[str, Any] | None, content.pop(name, None), name) or {}
@@ -144,33 +159,22 @@ class Layers:
             rotation = self._rotation(outer | found, "rope_parameters", self.theta, context)
             rotations = [rotation] * len(windows)
         else:
+            hint = dict[Literal["full_attention", "sliding_attention"], dict[str, Any] | None]
+            nested = checked_value(hint, given["rope_parameters"], "rope_parameters")
             # Before version 5 a scaling was that of layers without a window.
-            nested = given["rope_parameters"]
             full = outer | (nested.get(FULL) or {}) | given["rope_scaling"]
             small = ({} if local is None else {"rope_theta": local}) | (nested.get(WINDOWED) or {})
-            if unknown := sorted(nested.keys() - {FULL, WINDOWED}):
+            if False in (full.get("truncate"), small.get("truncate")):
+                # transformers looks for it beside the types, where it is not.
                 raise ValueError(
-                    f"rope_parameters.{unknown[0]}: found it, wanted {FULL} and {WINDOWED} alone"
+                    "rope_parameters.truncate: found False in that of a type of layers, which "
+                    "transformers does not read there; wanted true"
                 )
             of_full = self._rotation(full, f"rope_parameters.{FULL}", self.theta, context)
             of_small = self._rotation(
                 small, f"rope_parameters.{WINDOWED}", self.local_theta, context
             )
             rotations = [of_full if one is None else of_small for one in windows]
-        if self.has_unrotated:
-            interval = content.pop("no_rope_layer_interval", 4)
-            every = checked_value(Positive, interval, "no_rope_layer_interval")
-            usual = [int((layer + 1) % every != 0) for layer in range(len(windows))]
-            given_layers = content.pop("no_rope_layers", None)
-            layers = checked_value(list[int] | None, given_layers, "no_rope_layers") or usual
-            if len(layers) != len(windows):
-                raise ValueError(
-                    f"no_rope_layers: found {len(layers)} layers, wanted {len(windows)}"
-                )
-            rotations = [
-                rotation if is_rotated else {"rotary": "none"}
-                for rotation, is_rotated in zip(rotations, layers, strict=True)
-            ]
         return rotations
 
     def _rotation(
@@ -180,7 +184,7 @@ class Layers:
         found = {"rope_theta": theta, **{k: v for k, v in given.items() if v is not None}}
         kind = found.pop("rope_type", found.get("type", "default"))
         found.pop("type", None)
-        if kind not in _SCALINGS:
+        if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ValueError(
                 f"{where}.rope_type: found {shown(kind)}, wanted one of {', '.join(_SCALINGS)}"
             )
@@ -220,6 +224,17 @@ class Layers:
             found["partial_rotary_factor"] = layer.rotary_share
         values = {name: getattr(scaling, name) for name in _SCALINGS[kind]}
         return found | {name: value for name, value in values.items() if value is not None}
+
+    def _old_rope(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """The same as before version 5, which is all that many tools read."""
+        of_full = rope if self.local_theta is None else rope[FULL]
+        found = {old: of_full[new] for old, new in self.old.items()}
+        if of_full["rope_type"] != "default":
+            scaling = {k: v for k, v in of_full.items() if k not in self.old.values()}
+            found["rope_scaling"] = scaling
+        if self.local_theta is not None:
+            found["rope_local_base_freq"] = rope[WINDOWED]["rope_theta"]
+        return found
 
 
 def in_config(layers: Sequence[Options]) -> tuple[Options, dict[str, Options]]:

@@ -1,9 +1,10 @@
 """Llama (Touvron et al., 2023, arXiv:2302.13971), and the models that have its modules' names."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longhaul.datamodules.files.untrusted import Count, Positive, checked_value
 from longhaul.modules.attention import LayerShape
 from longhaul.pipeline.architectures.architecture import (
     Architecture,
@@ -14,7 +15,7 @@ from longhaul.pipeline.architectures.architecture import (
     Modules,
     Rows,
 )
-from longhaul.pipeline.architectures.gpt_neox import GELUS
+from longhaul.pipeline.architectures.gpt import GELUS
 from longhaul.pipeline.architectures.layers import FULL, WINDOWED, Layers
 
 
@@ -53,7 +54,7 @@ _NORMS_AROUND: Modules = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-_CONSTANTS = {"norm": "rms", "embedding_norm": False}
+_CONSTANTS = {"norm": "rms"}
 
 
 def _fields(
@@ -93,9 +94,10 @@ LLAMA = Architecture(
         Field("head_dim", None, "head_dim"),
         _ATTENTION_BIAS,
         Biases("mlp_bias", False, ("mlp",)),
+        Fixed("rope_interleaved", None, None, (False,)),
     ),
     constants=_CONSTANTS,
-    ignored_fields=frozenset({"pretraining_tp"}),
+    ignored_fields=("pretraining_tp", "is_llama_config"),
     context=2048,
     layers=Layers(),
     modules={
@@ -109,24 +111,28 @@ LLAMA = Architecture(
 )
 
 
-def _from_layer(content: Mapping[str, Any], count: int) -> list[str]:
+def _from_layer(content: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
     """Windows from layer `max_window_layers` on, as in Qwen."""
-    first = content.get("max_window_layers", 28)
-    return [WINDOWED if layer >= first else FULL for layer in range(count)]
+    name = "max_window_layers"
+    first = checked_value(Count, content.get(name, 28), name)
+    return [WINDOWED if layer >= first else FULL for layer in range(len(rotated))]
 
 
-def _pattern(every: int) -> Any:
-    """All but every n-th layer have a window."""
+def _all_but_every(usual: int, field: str | None = None) -> Any:
+    """All but every n-th layer have a window; n may be the value of a field."""
 
-    def types(content: Mapping[str, Any], count: int) -> list[str]:
-        period = content.get("sliding_window_pattern", every)
-        return [WINDOWED if (layer + 1) % period else FULL for layer in range(count)]
+    def types(content: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
+        period = usual
+        if field is not None:
+            period = checked_value(Positive, content.get(field, usual), field)
+        return [WINDOWED if (layer + 1) % period else FULL for layer in range(len(rotated))]
 
     return types
 
 
-def _alternating(content: Mapping[str, Any], count: int) -> list[str]:
-    return [FULL if layer % 2 else WINDOWED for layer in range(count)]
+def _unrotated(_: Mapping[str, Any], rotated: Sequence[int]) -> list[str]:
+    """The layers without positions have a window, as in SmolLM3."""
+    return [FULL if one else WINDOWED for one in rotated]
 
 
 _QWEN_LAYERS = Layers(has_window=True, window=4096, has_switch=True, types=_from_layer)
@@ -141,7 +147,7 @@ QWEN2 = dataclasses.replace(
         Fixed("use_mrope", None, None, (False,)),
     ),
     biases=("qkv",),
-    ignored_fields=frozenset(),
+    ignored_fields=(),
     context=32768,
     layers=_QWEN_LAYERS,
 )
@@ -162,7 +168,7 @@ OLMO2 = dataclasses.replace(
     model_type="olmo2",
     fields=(*_fields(50304, 4096, 11008, 32, 32, None, eps=1e-5), _SILU, _ATTENTION_BIAS),
     constants={**_CONSTANTS, "norm_order": "post", "qk_norm": "full"},
-    ignored_fields=frozenset(),
+    ignored_fields=(),
     layer_modules={**_ATTENTION, **_MLP, **_QK_NORM, **_NORMS_AFTER},
 )
 
@@ -175,7 +181,7 @@ OLMO3 = dataclasses.replace(
         local_theta=500_000.0,
         has_window=True,
         window=4096,
-        types=_pattern(4),
+        types=_all_but_every(4),
     ),
 )
 
@@ -199,13 +205,13 @@ GEMMA2 = Architecture(
         *_GEMMA_FIELDS,
         Field("final_logit_softcapping", 30.0, "logit_softcap"),
     ),
-    constants={"norm": "rms_offset", "norm_order": "sandwich", "embedding_norm": False},
+    constants={"norm": "rms_offset", "norm_order": "sandwich"},
     has_scaled_embedding=True,
-    # transformers reads hidden_activation alone.
-    ignored_fields=frozenset({"hidden_act", "cache_implementation"}),
+    # transformers reads hidden_activation and sliding_window alone.
+    ignored_fields=("hidden_act", "sliding_window_size", "cache_implementation"),
     context=8192,
     layers=Layers(
-        has_window=True, window=4096, types=_alternating,
+        has_window=True, window=4096, types=_all_but_every(2),
         score_width=256, has_softcap=True, softcap=50.0,
     ),
     modules=LLAMA.modules,
@@ -225,14 +231,14 @@ GEMMA3 = dataclasses.replace(
     ),
     constants={**GEMMA2.constants, "qk_norm": "head"},
     # Its code reads attn_logit_softcapping nowhere.
-    ignored_fields=GEMMA2.ignored_fields | {"attn_logit_softcapping"},
+    ignored_fields=(*GEMMA2.ignored_fields, "attn_logit_softcapping"),
     context=131_072,
     layers=Layers(
         theta=1_000_000.0,
         local_theta=10_000.0,
         has_window=True,
         window=4096,
-        types=_pattern(6),
+        types=_all_but_every(6, "sliding_window_pattern"),
         score_width=256,
     ),
     layer_modules={**GEMMA2.layer_modules, **_QK_NORM},
@@ -253,7 +259,7 @@ SMOLLM3 = dataclasses.replace(
         theta=2_000_000.0,
         has_window=True,
         has_switch=True,
-        types=lambda _, count: [FULL] * count,
+        types=_unrotated,
         has_unrotated=True,
     ),
 )
@@ -271,14 +277,12 @@ STARCODER2 = dataclasses.replace(
         Dropout("residual_dropout"),
         Dropout("embedding_dropout"),
     ),
-    constants={"embedding_norm": False},
+    constants={},
     biases=("norms",),
     # The first code of it had these, that of transformers reads none of them.
-    ignored_fields=frozenset(
-        {
-            *("activation_function", "mlp_type", "norm_type", "scale_attn_weights"),
-            *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
-        }
+    ignored_fields=(
+        *("activation_function", "mlp_type", "norm_type", "scale_attn_weights"),
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     ),
     context=4096,
     layers=Layers(has_window=True),

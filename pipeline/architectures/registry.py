@@ -1,9 +1,8 @@
 """The tables of all architectures."""
 
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import Architecture
-from longhaul.pipeline.architectures.gpt2 import GPT2
-from longhaul.pipeline.architectures.gpt_neox import GPT_NEOX
+from longhaul.pipeline.architectures.gpt import GPT2, GPT_NEOX
 from longhaul.pipeline.architectures.llama import (
     GEMMA2,
     GEMMA3,

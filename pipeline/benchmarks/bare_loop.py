@@ -56,7 +56,10 @@ class BareLoop:
             is_half = config.trainer.precision == "bf16-mixed"
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_half):
                 loss = self.model.loss(
-                    batch["input"], batch["target"], is_first=batch.get("is_first")
+                    batch["input"],
+                    batch["target"],
+                    is_first=batch.get("is_first"),
+                    z_loss=config.optim.z_loss,
                 )
                 loss = loss / config.accumulation
             loss.backward()

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -37,7 +37,7 @@ from longhaul.pipeline.checkpoints.integrity import (
     write_state_and_checksums,
 )
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, ask_first_rank
-from longhaul.pipeline.checkpoints.writer import CheckpointWriter
+from longhaul.pipeline.checkpoints.writer import CheckpointWriter, write_in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,27 @@ class CheckpointStore:
             future = save(async_stager=self._stager)
         assert isinstance(future, Future)
         self._save_in_progress = target, future
+        return target
+
+    def write(
+        self,
+        step: int,
+        num_bytes: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        state: Mapping[str, Any],
+    ) -> Path:
+        """Write a checkpoint of so many bytes from tensors that come one after the other.
+
+        It is one process's, and of one group; the rest is as in `start`. It is on disk, and has
+        its name, when this returns.
+
+        Raises:
+            CheckpointError: there is not enough space.
+        """
+        target = self.path_of(step)
+        temporary = self.folder / f"{_SAVING}{target.name}"
+        self._begin(temporary, num_bytes)
+        self._commit(temporary, target, state, write_in_turn(temporary, tensors))
         return target
 
     def wait(self) -> None:

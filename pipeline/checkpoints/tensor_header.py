@@ -37,6 +37,9 @@ ITEM_BYTES = {
 }
 """Bytes of one number, by the name of its type."""
 
+FLOATING_POINT = ("F64", "F32", "BF16", "F16")
+"""The types of weights."""
+
 _MOST_HEADER_BYTES = 16 << 20
 _MOST_DIMENSIONS = 64
 _METADATA = "__metadata__"

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from longhaul.datamodules.files.untrusted import Count
-from longhaul.modules.progress import Progress
-from longhaul.modules.skipped_updates import Skip
+from longhaul.modules.progress import Progress, Skip
 
 
 @dataclass

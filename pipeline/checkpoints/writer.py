@@ -11,7 +11,7 @@ read a checkpoint.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from longhaul.pipeline.checkpoints.integrity import CheckpointError, checksum
 
 # Largest file. Each is read back after it was written, which takes this much additional memory.
 _MAX_FILE_BYTES = 1 << 29
+# Of a file of `write_in_turn`, whose tensors are in memory together, unless one is larger.
+_MAX_BYTES_IN_TURN = 1 << 25
 
 
 class CheckpointWriter(StorageWriter):
@@ -98,6 +100,32 @@ def _split_into_files(plan: SavePlan) -> Iterator[tuple[str, list[WriteItem]]]:
     for group, files in groups.items():
         for number, items in enumerate(files):
             yield f"{group}-{plan.storage_data:05d}-{number:03d}.safetensors", items
+
+
+def write_in_turn(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Write tensors of one group that come one after the other, of which few are held at a time.
+
+    They are whole, on the CPU, and named GROUP/NAME.
+
+    Returns:
+        The size and sha256 of every file, by name.
+    """
+    files: dict[str, Any] = {}
+    held: dict[str, Tensor] = {}
+
+    def write() -> None:
+        group = next(iter(held)).partition("/")[0]
+        name = f"{group}-{0:05d}-{len(files):03d}.safetensors"
+        offsets = {name: [0] * tensor.ndim for name, tensor in held.items()}
+        files[name] = _write_tensors(folder / name, held, offsets)
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > _MAX_BYTES_IN_TURN:
+            write()
+        held[name] = tensor.contiguous()
+    write()
+    return files
 
 
 def _bytes(item: WriteItem) -> int:

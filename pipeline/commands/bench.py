@@ -2,7 +2,7 @@
 
 import argparse
 
-from longhaul.pipeline.commands.arguments import check_config
+from longhaul.pipeline.arguments import check_config
 
 _CONFIG = "run/demo.yaml"
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from longhaul.pipeline.commands.arguments import add_config_arguments
+from longhaul.pipeline.arguments import add_config_arguments
 from longhaul.pipeline.terminal.table import print_table
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from longhaul.pipeline.commands.arguments import check_config
+from longhaul.pipeline.arguments import check_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from longhaul.pipeline.commands.arguments import add_config_arguments, check_config
+from longhaul.pipeline.arguments import add_config_arguments, check_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

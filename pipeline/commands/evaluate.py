@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul.pipeline.commands.arguments import add_model_arguments, named_model, parse_contexts
+from longhaul.pipeline.arguments import add_model_arguments, named_model, parse_contexts
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.task import Option
 from longhaul.pipeline.terminal.output import message

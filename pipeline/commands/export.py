@@ -30,8 +30,10 @@ def main(args: argparse.Namespace) -> int:
         else:
             print(f"written: {file}")
     (name,) = json.loads(Path(args.destination, "config.json").read_bytes())["architectures"]
-    if name == "LonghaulForCausalLM":
-        print(f"written: {args.destination}/*.py, {code} files: the code of the model")
-    else:
+    is_own = name == "LonghaulForCausalLM"
+    if code:
+        whose = "model" if is_own else "tokenizer"
+        print(f"written: {args.destination}/*.py, {code} files: the code of the {whose}")
+    if not is_own:
         print(f"transformers loads it as {name}")
     return 0

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
+from longhaul.pipeline.arguments import add_model_arguments, named_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from longhaul.pipeline.commands.arguments import add_config_arguments, check_config, parse_contexts
+from longhaul.pipeline.arguments import add_config_arguments, check_config, parse_contexts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
 from longhaul.datamodules.urls import MissingInputError
-from longhaul.pipeline.commands import prepare
-from longhaul.pipeline.commands.arguments import (
+from longhaul.pipeline.arguments import (
     add_config_arguments,
     add_sweep_arguments,
     sweep_axes,
 )
+from longhaul.pipeline.commands import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from longhaul.pipeline.commands.arguments import (
+from longhaul.pipeline.arguments import (
     add_config_arguments,
     add_sweep_arguments,
     sweep_axes,

@@ -6,7 +6,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 
 
 def build_model(shape: Mapping[str, Any]) -> LanguageModel:

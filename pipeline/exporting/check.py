@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from longhaul.datamodules.files.untrusted import one_line
@@ -40,7 +39,7 @@ from longhaul.pipeline.exporting.transformers_check import (
     logits_in_parts,
     padded_pair,
 )
-from longhaul.pipeline.exporting.weights import files_of_tensors
+from longhaul.pipeline.runs.exported import find_tensors
 
 _TOKENS, _PADDING, _STEPS = 64, 24, 8
 _PADDED, _BESIDE = "a row with padding before it", "the row beside one with padding"
@@ -96,11 +95,13 @@ def check_export(
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
-        raise ValueError(
-            f"attention.kind: found {name}, whose exported code does not run: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    for case, logits in wanted.items():
+        failed = f"attention.kind: found {name}, whose exported code does not run"
+        if architecture is not None:
+            failed = f"transformers cannot run the exported {name}"
+        raise ValueError(f"{failed}: {type(error).__name__}: {one_line(error)}") from error
+    found = {case: logits.double() for case, logits in found.items()}
+    for case, ours in wanted.items():
+        logits = ours.double()
         size = max(1.0, logits.abs().nan_to_num().max().item())
         if not torch.allclose(found[case], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
             difference = (found[case] - logits).abs().max().item()
@@ -204,19 +205,8 @@ def _chunk_size(block: nn.Module) -> int:
 
 
 def _reader(folder: Path) -> Read:
-    files = files_of_tensors(folder)
-
-    def read(name: str) -> Tensor:
-        path = folder / files[name]
-        try:
-            with safe_open(path, "pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError) as error:
-            # Of a class that tells it from what the kind's code may fail to read.
-            raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
-
-    return read
+    found = find_tensors(folder)
+    return lambda name: found[name].read()
 
 
 @torch.no_grad()

@@ -82,11 +82,8 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_byt
     ours = _weights(checkpoint, names, model)
     tensors: Mapping[str, SavedTensor | SavedRows] = ours
     if architecture is not None:
-        places = architecture.tensors(model)
-        tensors = {
-            name: SavedRows(ours[place.name], place.rows, place.is_transposed)
-            for name, place in places.items()
-        }
+        places = architecture.tensors(model).items()
+        tensors = {name: SavedRows(ours[place.name], place) for name, place in places}
     state = read_state(checkpoint, TrainingState)
 
     with atomic_folder(target) as folder:

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from longhaul.kernels.cross_entropy import softcapped
+from longhaul.modules.vocabulary import as_logits
 from longhaul.pipeline.exporting.architecture import build_model
 from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache, Tokens, select_rows
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
@@ -115,9 +115,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self._read_rows(x, mask, cache, keep_state, bool(output_hidden_states))
         last = hidden[-1]
         kept = last if labels is not None else _kept(last, logits_to_keep)
-        logits = self.lm_head(kept).float()
-        if self.logit_softcap is not None:
-            logits = softcapped(logits, self.logit_softcap)
+        logits = as_logits(self.lm_head(kept), self.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(

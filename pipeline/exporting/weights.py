@@ -18,13 +18,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from longhaul.datamodules.files.untrusted import one_line
-from longhaul.pipeline.architectures.architecture import Rows
+from longhaul.pipeline.architectures.architecture import Place
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.tensor_header import ITEM_BYTES, read_header
+from longhaul.pipeline.checkpoints.tensor_header import FLOATING_POINT, ITEM_BYTES, read_header
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
 
 _BLOCK_BYTES = 8 << 20
-_FLOATING_POINT = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class SavedRows:
     """
 
     whole: SavedTensor
-    rows: Rows
-    is_transposed: bool = False
+    place: Place
 
     @property
     def dtype(self) -> str:
@@ -90,9 +88,7 @@ class SavedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        count, *others = self.whole.shape
-        shape = (sum(len(range(count)[slice(*part)]) for part in self.rows), *others)
-        return shape[::-1] if self.is_transposed else shape
+        return self.place.shape(self.whole.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +99,7 @@ class SavedRows:
         count, *others = self.whole.shape
         row = math.prod(others) * ITEM_BYTES[self.dtype]
         ranges, done = list(self.whole.byte_ranges()), 0
-        for part in self.rows:
+        for part in self.place.rows:
             numbers = range(count)[slice(*part)]
             begin, end = numbers.start * row, numbers.stop * row
             for file, source, target, length in ranges:
@@ -157,7 +153,7 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
             tensor.rank_shards.append(_RankShard(header.path, begin, offsets[name], shape))
     for name, tensor in tensors.items():
         found = sum(math.prod(shard.shape) for shard in tensor.rank_shards)
-        if tensor.dtype not in _FLOATING_POINT or found != math.prod(tensor.shape):
+        if tensor.dtype not in FLOATING_POINT or found != math.prod(tensor.shape):
             raise CheckpointError(
                 f"checkpoint {checkpoint}: found {found} numbers of type {tensor.dtype} for "
                 f"{name}, wanted {math.prod(tensor.shape)} of a floating-point type"
@@ -190,14 +186,6 @@ def write_shards(folder: Path, tensors: Mapping[str, Source], shard_bytes: int) 
     return [folder / name for name in names]
 
 
-def files_of_tensors(folder: Path) -> dict[str, str]:
-    """The name of the file in which each tensor of a folder is that `write_shards` has filled."""
-    if (folder / WEIGHTS_INDEX).is_file():
-        index: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"]
-        return index
-    return dict.fromkeys(read_header(folder / WEIGHTS).tensors, WEIGHTS)
-
-
 def _write_shard(path: Path, tensors: Mapping[str, Source]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -222,7 +210,7 @@ def _blocks(
     """Blocks of bytes of all tensors, and the position of each in the shard."""
     by_file: dict[Path, list[tuple[int, int, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if isinstance(tensor, SavedRows) and tensor.is_transposed:
+        if isinstance(tensor, SavedRows) and tensor.place.is_transposed:
             yield tensor.transposed(), begin + header[name]["data_offsets"][0]
             continue
         for file, source, target, length in tensor.byte_ranges():

@@ -4,16 +4,18 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus
+from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.shards import Block, new_shard
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
 from longhaul.modules.progress import Progress
 from longhaul.pipeline.checkpoints.store import CheckpointStore
@@ -22,12 +24,14 @@ from longhaul.pipeline.runs.exported import (
     exported_context,
     exported_model,
     exported_tokenizer,
-    exported_weights,
+    read_weights,
 )
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
 
 _SHARD = "no-data-000000.tar"
+# The block of bos tokens is in memory.
+_MOST_CONTEXT = 1 << 24
 
 
 def import_folder(source: str | Path, destination: str | Path) -> Path:
@@ -52,17 +56,20 @@ def import_folder(source: str | Path, destination: str | Path) -> Path:
     target = new_or_empty_folder(destination)
     model, tokenizer = exported_model(folder), exported_tokenizer(folder)
     context = exported_context(folder)
+    if context > _MOST_CONTEXT:
+        raise ValueError(
+            f"{folder}: found a context of {context:,} tokens, wanted at most {_MOST_CONTEXT:,}"
+        )
     if tokenizer.vocab_size > model.vocabulary:
         raise ValueError(
             f"{folder}: found {tokenizer.vocab_size:,} ids of the tokenizer, wanted at most "
             f"{model.vocabulary:,}, the rows of the embedding"
         )
-    weights = exported_weights(folder)
     with atomic_folder(target) as temporary:
         run = RunFolder(temporary)
         corpus = _write_tokenizer(run.data / "train", tokenizer, context)
         run.record_start(_config(target, model, context, run.data / "train"))
-        checkpoint = _write_checkpoint(run.checkpoints, weights, corpus)
+        checkpoint = _write_checkpoint(run.checkpoints, folder, model, corpus)
         # With its budget, since there are no moments to go on with.
         run.mark_finished(Finished(step=0, tokens=context, is_tracked=True))
     return target / checkpoint.relative_to(temporary)
@@ -84,17 +91,13 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> Corpus
     """The corpus of a block of bos tokens, with the tokenizer beside it."""
     folder.mkdir(parents=True)
     if isinstance(tokenizer, FileTokenizer):
-        (folder / tokenizer.name).write_bytes(tokenizer.content)
+        write_atomically(folder / tokenizer.name, tokenizer.content)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     block = Block(np.full(context, tokenizer.bos_id, dtype))
     with new_shard(folder / _SHARD, 0, [block], tokenizer.vocab_size) as entry:
         pass
     manifest = Manifest(
-        tokenizer=tokenizer.name,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eot_id=tokenizer.eot_id,
+        **tokenizer.identity,
         document_tokens=context,
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         source={"imported": "the data of its training are unknown"},
@@ -105,14 +108,15 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> Corpus
     return Corpus(manifest)
 
 
-def _write_checkpoint(folder: Path, weights: dict[str, Tensor], corpus: Corpus) -> Path:
-    """The checkpoint of step 0, in float32, which holds the numbers of any file exactly."""
-    store = CheckpointStore(folder, keep_last=1)
-    tensors = {f"model/{name}": weights.pop(name).float() for name in list(weights)}
+def _write_checkpoint(
+    folder: Path, source: Path, config: LanguageModelConfig, corpus: Corpus
+) -> Path:
+    """The checkpoint of step 0, in float32, which holds numbers of 32 and 16 bits exactly."""
+    with torch.device("meta"):
+        num_bytes = sum(one.nbytes for one in LanguageModel(config).state_dict().values())
+    weights = ((f"model/{name}", one.float()) for name, one in read_weights(source, config))
     state = {
         "progress": dataclasses.asdict(Progress()),
         "shards_sha256": corpus.fingerprint_at(0),
     }
-    path = store.start(0, tensors, state)
-    store.wait()
-    return path
+    return CheckpointStore(folder, keep_last=1).write(0, num_bytes, weights, state)

@@ -31,6 +31,7 @@ from longhaul.pipeline.distributed.zero import bucket_sizes
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace, traced_as
+from longhaul.pipeline.planning.phases import phases
 from longhaul.pipeline.planning.sizes import build_on_meta
 
 # Elements of the live parameters of stage 3, DeepSpeed's own default.
@@ -91,23 +92,29 @@ class Planner:
         self._config = config
         self._backend = backend
         self._workspace = OpWorkspace()
-        self._traced: dict[tuple[int, int, str], _Traced] = {}
+        self._traced: dict[tuple[int, int, int, int, str], _Traced] = {}
 
     def plan(self, settings: MemorySettings, micro_batch: int | None = None) -> Plan:
-        """The plan of a rank with these settings; `micro_batch` None means the config's."""
-        config = self._config
-        plan = self._plan_of_update(settings, micro_batch)
-        # An evaluation loads the whole model on each rank, in float32.
-        whole = 4 * num_parameters(config.model) if config.evaluation.tasks else 0
-        return dataclasses.replace(
-            plan, groups=_num_groups(config, settings), evaluation_model=whole
-        )
+        """The plan of a rank with these settings; `micro_batch` None means the config's.
 
-    def _plan_of_update(self, settings: MemorySettings, micro_batch: int | None) -> Plan:
+        It is of the update that needs most memory, where they differ during the run, but sends as
+        much as the one that sends most.
+        """
         config = self._config
         if micro_batch is not None:
             trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
             config = dataclasses.replace(config, trainer=trainer)
+        plans = [self._plan_of_update(phase, settings) for phase in phases(config)]
+        # An evaluation loads the whole model on each rank, in float32.
+        whole = 4 * num_parameters(config.model) if config.evaluation.tasks else 0
+        return dataclasses.replace(
+            max(plans, key=lambda plan: plan.total),
+            sent=max(plan.sent for plan in plans),
+            groups=_num_groups(config, settings),
+            evaluation_model=whole,
+        )
+
+    def _plan_of_update(self, config: RunConfig, settings: MemorySettings) -> Plan:
         trainer, traced = config.trainer, self._trace(config, settings)
         if settings.strategy == "deepspeed":
             return _deepspeed(config, settings, traced)
@@ -128,7 +135,8 @@ class Planner:
     def _trace(self, config: RunConfig, settings: MemorySettings) -> "_Traced":
         # DDP and DeepSpeed have the activations of one process, but for the parts of sequences.
         strategy = "ddp" if settings.strategy == "deepspeed" else settings.strategy
-        key = config.trainer.micro_batch, settings.checkpointing, strategy
+        sizes = config.data.context, config.trainer.micro_batch, config.accumulation
+        key = (*sizes, settings.checkpointing, strategy)
         if key not in self._traced:
             with traced_as(self._backend):
                 self._traced[key] = _trace_update(

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from longhaul.modules.attention import Attention
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 
 HALF = torch.bfloat16  # states and caches are compared in it, as in the papers
 

@@ -12,7 +12,7 @@ from longhaul.configs.presets import find_preset
 from longhaul.configs.yaml_text import parse_yaml
 from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.attention.sympow import Sympow, SympowOptions
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.planning.sizes import (
     HALF,
     allocated_bytes,

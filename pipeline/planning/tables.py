@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.attention.sympow import SympowOptions
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.muon import orthogonalization_flops
 from longhaul.modules.optim import parameter_groups
 from longhaul.pipeline.planning.fit import device_option, memory_rows, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import Planner
+from longhaul.pipeline.planning.phases import phases
 from longhaul.pipeline.planning.sizes import (
     allocated_bytes,
     attention_layers,
@@ -39,7 +40,8 @@ def print_plan(
     fit = None
     if gpus is not None or device is not None:
         fit = with_num_gpus(path, overrides, run, gpus), device_option(device)
-    contexts = contexts or [run.data.context]
+    own = dict.fromkeys(phase.data.context for phase in phases(run))
+    contexts = contexts or list(own)
     models = [run.model]
     if kinds is not None:
         models = [load_run_config(path, overrides, kind=kind).model for kind in kinds]
@@ -60,10 +62,13 @@ def print_plan(
 
 
 def _muon_costs(run: RunConfig) -> str:
-    """What an update's iterations cost beside its forward and backward passes."""
-    model, tokens = build_on_meta(run.model), run.optim.tokens_per_update
+    """What an update's iterations cost beside the least that its passes take during the run."""
+    model = build_on_meta(run.model)
     flops = orthogonalization_flops(parameter_groups(model, run.optim))
-    passes = 3 * tokens * model.flops_per_token(run.data.context, "triton")
+    passes = min(
+        3 * phase.optim.tokens_per_update * model.flops_per_token(phase.data.context, "triton")
+        for phase in phases(run)
+    )
     text = f"Muon: {amount(flops)} FLOPs an update, {digits(100 * flops / passes)}% of what its"
     return (
         f"{text} forward and backward passes take.\nRanks of fsdp share them; others repeat them."
@@ -81,9 +86,7 @@ def print_states() -> None:
 
 def _print_fit(config: RunConfig, device: Device) -> None:
     ranks = config.trainer.world_size
-    print(
-        f"\nGB of one of {ranks} ranks at the peak of an update, and GB that it sends per update."
-    )
+    print(f"\nGB of one of {ranks} ranks at the peak of an update, and the most GB that one sends.")
     print(
         "Copies: gathered or cast parameters, buffers of collectives. Workspace: inside of an op,"
     )

@@ -1,7 +1,7 @@
 """The mean of a run's last checkpoints, as a run folder with one checkpoint, of weights alone."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -66,14 +66,14 @@ def average(
         model = LanguageModel(config.model)
     for saved in chosen:
         saved.check_group("model", model.state_dict())
-    mean = _mean(chosen, model)
+    num_bytes = sum(one.nbytes for one in model.state_dict().values())
     with atomic_folder(target) as path:
         folder = RunFolder(path)
-        store = CheckpointStore(folder.checkpoints, keep_last=1)
         progress = dataclasses.asdict(state.progress)
         state_of_mean = {"progress": progress, "shards_sha256": state.shards_sha256}
-        store.start(steps[-1], mean, state_of_mean | {"averaged_steps": steps})
-        store.wait()
+        CheckpointStore(folder.checkpoints, keep_last=1).write(
+            steps[-1], num_bytes, _mean(chosen, model), state_of_mean | {"averaged_steps": steps}
+        )
         copy_records(run, folder)
         if run.environment_file.exists():
             # The machine and the versions stay those of the training.
@@ -84,10 +84,9 @@ def average(
     return steps
 
 
-def _mean(chosen: Sequence[SavedCheckpoint], model: LanguageModel) -> dict[str, Tensor]:
+def _mean(chosen: Sequence[SavedCheckpoint], model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """The mean of each weight, summed in float64, in its stored type; buffers are the newest's."""
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    mean = {}
     for name in model.state_dict():
         full = f"model/{name}"
         newest = chosen[-1].read_one(full)
@@ -96,5 +95,4 @@ def _mean(chosen: Sequence[SavedCheckpoint], model: LanguageModel) -> dict[str, 
             for saved in chosen[:-1]:
                 total += saved.read_one(full)
             newest = (total / len(chosen)).to(newest.dtype)
-        mean[full] = newest
-    return mean
+        yield full, newest

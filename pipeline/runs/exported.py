@@ -4,14 +4,14 @@ That is a folder of `longhaul export`, or one with an architecture that longhaul
 """
 
 import dataclasses
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from pydantic import ConfigDict
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longhaul.datamodules.files.untrusted import (
@@ -23,13 +23,13 @@ from longhaul.datamodules.files.untrusted import (
     read_regular,
     shown,
 )
-from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import Architecture
 from longhaul.pipeline.architectures.registry import ARCHITECTURES
-from longhaul.pipeline.checkpoints.integrity import reason
-from longhaul.pipeline.checkpoints.tensor_header import read_header
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.tensor_header import FLOATING_POINT, TensorEntry, read_header
 
 WEIGHTS = "model.safetensors"
 """The file of all weights. If there are several files, their names are derived from this one."""
@@ -84,7 +84,7 @@ class _ExportedConfig:
 
 @dataclass(frozen=True)
 class _TokenizerSettings:
-    tokenizer_class: str
+    tokenizer_class: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def exported_model(folder: Path) -> LanguageModelConfig:
     values = parse_json(_ExportedConfig if architecture is None else _Described, content, what)
     try:
         if architecture is not None:
-            return architecture.model_of(json.loads(content))
+            return architecture.model_of(parse_json(dict[str, Any], content, what))
         assert isinstance(values, _ExportedConfig)
         if values.longhaul is None:
             raise ValueError(
@@ -158,7 +158,9 @@ def exported_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in an exported folder. Raises ValueError if it is missing or damaged."""
     try:
         path = folder / "tokenizer_config.json"
-        settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
+        settings = _TokenizerSettings()
+        if path.exists():  # not every published folder has it
+            settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
         if settings.tokenizer_class == "LonghaulTokenizer":
             return LongCrawl64Tokenizer()
         config = folder / "config.json"
@@ -173,29 +175,83 @@ def exported_tokenizer(folder: Path) -> Tokenizer:
 
 
 def exported_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of an exported folder, by our names.
+    """All weights of an exported folder, by our names; errors as of `read_weights`."""
+    return dict(read_weights(folder, exported_model(folder)))
+
+
+def read_weights(folder: Path, config: LanguageModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an exported folder, by our names, each read when it is its turn.
+
+    Args:
+        folder: of the model.
+        config: of the model, from `exported_model`.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing, unknown or of another
-            shape.
+            shape or type.
     """
     _, architecture = _config_in(folder)
+    with torch.device("meta"):
+        model = LanguageModel(config)
     try:
-        index = folder / WEIGHTS_INDEX
-        names = {WEIGHTS}
-        if index.is_file():
-            content = read_regular(index, _MOST_BYTES)
-            names = set(parse_json(_Index, content, index).weight_map.values())
-        weights: dict[str, Tensor] = {}
-        for name in sorted(names):
-            read_header(folder / name)
-            with foreign_content(name, "not readable as safetensors"):
-                weights |= load_file(folder / name)
+        found = find_tensors(folder)
+        shapes = {name: tuple(one.entry.shape) for name, one in found.items()}
+
+        def read(name: str) -> Tensor:
+            if (dtype := found[name].entry.dtype) not in FLOATING_POINT:
+                wanted = ", ".join(FLOATING_POINT)
+                raise ValueError(f"{name}: found numbers of type {dtype}, wanted one of {wanted}")
+            return found[name].read()
+
         if architecture is not None:
-            with torch.device("meta"):
-                model = LanguageModel(exported_model(folder))
-            weights = architecture.weights_of(model, weights)
+            yield from architecture.weights_of(model, shapes, read)
+            return
+        ours = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+        for name in sorted(ours.keys() | shapes.keys()):
+            if ours.get(name) != shapes.get(name):
+                raise ValueError(
+                    f"{name}: found shape {shapes.get(name)}, wanted {ours.get(name)} as in "
+                    "config.json"
+                )
+        for name in ours:
+            yield name, read(name)
     except (OSError, ValueError) as error:
-        message = one_line(reason(error))
-        raise ValueError(f"{folder}: the weights cannot be read, {message}") from error
-    return weights
+        raise ValueError(f"{folder}: the weights cannot be read, {one_line(error)}") from error
+
+
+class FoundTensor(NamedTuple):
+    """A tensor of a folder: its file, and what the header of that says of it."""
+
+    path: Path
+    name: str
+    entry: TensorEntry
+
+    def read(self) -> Tensor:
+        """The tensor. Raises CheckpointError if it cannot be read."""
+        try:
+            with safe_open(self.path, "pt") as file:
+                tensor: Tensor = file.get_tensor(self.name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {one_line(error)}") from error
+
+
+def find_tensors(folder: Path) -> dict[str, FoundTensor]:
+    """The tensors of an exported folder, by their names there.
+
+    Raises:
+        ValueError: a file is damaged, or two of them have a tensor of one name.
+        OSError: a file cannot be read.
+    """
+    names, index = {WEIGHTS}, folder / WEIGHTS_INDEX
+    if index.is_file():
+        names = set(parse_json(_Index, read_regular(index, _MOST_BYTES), index).weight_map.values())
+    elif not (folder / WEIGHTS).is_file() and (pickles := sorted(folder.glob("*.bin"))):
+        raise ValueError(f"found {pickles[0].name}, a pickle, wanted {WEIGHTS}")
+    found: dict[str, FoundTensor] = {}
+    for path in sorted(folder / name for name in names):
+        for name, entry in read_header(path).tensors.items():
+            if name in found:
+                raise ValueError(f"{path}: found {shown(name)}, which {found[name].path} has too")
+            found[name] = FoundTensor(path, name, entry)
+    return found

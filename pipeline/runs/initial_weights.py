@@ -7,7 +7,8 @@ from torch import Tensor
 
 from longhaul.configs import ConfigError
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import canonical
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.exported import exported_model, exported_weights, is_exported

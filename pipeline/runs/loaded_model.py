@@ -8,7 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longhaul.datamodules.tokenizer import Tokenizer
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.runs.exported import (
     exported_model,
     exported_tokenizer,

@@ -16,8 +16,7 @@ from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.kernels.backend import resolve_backend
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Update
-from longhaul.modules.progress import Progress, is_passed
-from longhaul.modules.skipped_updates import Skip
+from longhaul.modules.progress import Progress, Skip, is_passed
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.data import record_data
 from longhaul.pipeline.runs.folder import RunFolder, stored_config

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.distributed.blocks import prepare_blocks
 from longhaul.pipeline.generation.steps import Steps
 from longhaul.pipeline.verification.check import Check, Needs, Place

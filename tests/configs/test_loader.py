@@ -87,6 +87,15 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("model.layer_attention=2", "model.layer_attention: expected a mapping of keys, got 2"),
         ("model.layer_attention.1=2", "model.layer_attention.1: expected a mapping .*, got 2"),
         ("model.layer_attention.1={}", "model.layer_attention.1.kind: missing, wanted one of"),
+        ("model.norm=rmsnorm", "model.norm: found 'rmsnorm', wanted 'layer', 'rms' or 'rms_off"),
+        ("model.norm_order=Pre", "model.norm_order: found 'Pre', wanted 'pre', 'post' or 'sandw"),
+        ("model.mlp=silu", "model.mlp: found 'silu', wanted 'gelu', 'gelu_erf', 'relu2', 'swigl"),
+        ("model.init=xavier", "model.init: found 'xavier', wanted 'gpt2', 'normal', 'olmo', 'll"),
+        ("model.qk_norm=all", "model.qk_norm: found 'all', wanted 'none', 'head' or 'full'"),
+        (
+            "model.attention={kind: sympow, rotary_scaling: {rope_type: ntk}}",
+            "model.attention.rotary_scaling.rope_type: found 'ntk', wanted 'none', 'linear', 'll",
+        ),
         ("model.layer_attention.1.kind=sofmax", "model.layer_attention.1.kind: found 'sofmax'"),
         (
             "model.layer_attention.3::4={kind: sympow, degre: 4}",
@@ -409,6 +418,7 @@ def test_every_field_is_followed_by_a_docstring_of_one_line(cls: type) -> None:
         ("model.width=3", "config: found 'model.width=3', wanted a YAML file or a preset before"),
         ("run/demo", "found no file run/demo and no such preset, the nearest preset is run/demo.y"),
         ("softmax-256", "the nearest preset is run/paper/softmax-256.yaml"),
+        ("llama-340m", "the nearest preset is run/llama-340m.yaml"),
         ("xyzzy", "config: found no file xyzzy and no such preset, wanted a YAML file"),
     ],
 )

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from longhaul.configs import RunConfig, load_run_config, to_yaml
+from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.planning.capacity import num_parameters
 
 CONFIGS = Path(str(resources.files("longhaul.configs")))
 RUNS = sorted(
@@ -21,6 +23,13 @@ RUNS = sorted(
 SIZES = {"gpt2-124m": 124e6, "gpt2-354m": 354e6, "gpt2-772m": 772e6, "gpt2-1.6b": 1.56e9}
 SIZES |= {"gpt-1.3b": 1.31e9, "gpt-neox-350m": 406e6}
 SIZES |= {"llama-124m": 124e6, "llama-340m": 360e6, "llama-1.3b": 1.336e9}
+# Optimizer, schedule, and the last rate over the peak, by the end of a preset's name.
+RECIPES = {
+    "": ("adamw", "cosine", 0.1),
+    "-wsd": ("adamw", "wsd", 0.0),
+    "-muon": ("muon", "wsd", 0.0),
+}
+LLAMA = ("124m", "340m", "1.3b")
 
 KINDS = ("softmax", "sympow", "sympow_gated", "conformal_sympow")
 # Published training losses by context and degree, kinds in this order: means of the last ten
@@ -116,6 +125,35 @@ def test_a_shape_has_the_parameters_of_its_name(size: str, tmp_path: Path) -> No
     with torch.device("meta"):
         model = LanguageModel(load_run_config(file).model)
     assert model.num_parameters() == pytest.approx(SIZES[size], rel=0.005)
+
+
+@pytest.mark.parametrize("size", LLAMA)
+def test_a_run_of_llamas_block_has_any_kind_and_its_recipe(size: str) -> None:
+    for recipe, wanted in RECIPES.items():
+        for kind in registered_variants():
+            config = load_run_config(f"run/llama-{size}{recipe}.yaml", kind=kind)
+            assert config.model.kinds == (kind,)
+            more = num_parameters(config.model) / SIZES[f"llama-{size}"]
+            assert 0.995 <= more <= 1.1, kind
+        optim, schedule = config.optim, config.optim.schedule
+        assert (optim.name, schedule.name, schedule.final_factor) == wanted
+        assert (optim.beta1, optim.beta2, optim.epsilon) == (0.9, 0.95, 1e-8)
+        assert (optim.weight_decay, optim.gradient_clip, optim.z_loss) == (0.1, 1.0, 1e-5)
+        assert schedule.warmup_tokens == 2000 * optim.tokens_per_update
+        share = schedule.decay_tokens / config.trainer.max_tokens
+        assert share == (0.2 if schedule.name == "wsd" else 0.0)
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(one, marks=() if one == "124m" else pytest.mark.wide) for one in LLAMA]
+)
+def test_a_run_of_llamas_block_is_planned_with_every_kind(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = registered_variants()
+    assert main(["plan", f"run/llama-{size}.yaml", "--kinds", ",".join(kinds)]) == 0
+    rows = re.findall(r"^(\w+) +4,096 +[\d.]+[MB] ", capsys.readouterr().out, re.MULTILINE)
+    assert tuple(rows) == kinds
 
 
 def test_the_grid_of_the_conformal_sympow_paper_has_its_recipe() -> None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.norms import RMSNorm
 
 D, HEADS, LAYERS, VOCABULARY = 16, 2, 2, 40
@@ -129,7 +130,7 @@ def test_a_shape_computes_what_its_formulas_say(shape: str) -> None:
     model = disturbed(**SHAPES[shape])
     tokens, target = torch.randint(VOCABULARY, (2, 2, 13)).unbind(0)
     logits = Formula(model).logits(tokens)
-    torch.testing.assert_close(model(tokens), logits.float())
+    torch.testing.assert_close(model(tokens), logits)
     wanted = F.cross_entropy(logits.flatten(0, 1), target.flatten())
     loss = model.loss(tokens, target)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
@@ -227,6 +228,8 @@ def test_an_rms_norm_in_bf16_is_rounded_once(has_offset: bool) -> None:
     assert torch.equal(norm.weight, torch.full((300,), 0.0 if has_offset else 1.0))
     with torch.no_grad():
         norm.weight.add_(0.1 * torch.randn(300))
+        if not has_offset:  # a gain has the dtype of x
+            norm.weight.copy_(norm.weight.bfloat16())
     exact = x.double()
     wanted = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     wanted = wanted * (norm.weight.double() + has_offset)
@@ -235,6 +238,20 @@ def test_an_rms_norm_in_bf16_is_rounded_once(has_offset: bool) -> None:
     # Half a unit in the last place of bfloat16, and what float32 rounded before.
     assert ((found.double() - wanted).abs() <= 2**-8 * 1.001 * wanted.abs()).all()
     torch.testing.assert_close(norm(x.float()).double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_rms_norm_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    wide = torch.randn(2, 17, 3, 24).to(dtype)
+    norm = RMSNorm(8, eps=0.1)
+    torch.nn.init.normal_(norm.weight)
+    weight = norm.weight.detach().clone().requires_grad_()
+    for x in (wide[..., 8:16], wide[..., :8].contiguous()):
+        x = x.detach().requires_grad_()
+        pairs = ((norm(x), norm.weight), (F.rms_norm(x, (8,), weight.to(dtype), 0.1), weight))
+        probe = torch.randn(2, 17, 3, 8).to(dtype)
+        found, wanted = ((y, *torch.autograd.grad(y, (x, w), probe)) for y, w in pairs)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_an_rms_norm_keeps_its_input_alone_and_has_two_derivatives() -> None:
@@ -279,8 +296,19 @@ def test_parameters_and_flops_of_a_gated_block_match_the_formulas() -> None:
         ({"logit_softcap": 0.0}, "model.logit_softcap: found 0.0, wanted more than 0"),
         ({"embedding_scale": -1.0}, "model.embedding_scale: found -1.0, wanted more than 0"),
         ({"norm_eps": 0.0}, "model.norm_eps: found 0.0, wanted more than 0"),
+        (
+            {"norm": "rms", "biases": ["mlp", "norms"]},
+            "model.biases: found 'norms' with model.norm rms, which has none; wanted it left out",
+        ),
     ],
 )
 def test_a_shape_that_does_not_exist_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+@pytest.mark.parametrize("option", ["norm", "norm_order", "mlp", "init", "qk_norm"])
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_word_that_an_option_does_not_have_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^model.{option}: found 'other', wanted one of "):
+        config(**{option: "other"})

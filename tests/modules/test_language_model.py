@@ -13,13 +13,15 @@ import torch.nn.functional as F
 
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 
 PEAK_OF_A_LONG_LOSS = """
 import resource, sys, torch
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 attention = attention_config("sympow")()
 model = LanguageModel(
     LanguageModelConfig(attention=attention, layers=1, width=16, heads=1, vocabulary=50_304)
@@ -117,7 +119,7 @@ def test_prefill_and_steps_equal_one_forward_pass(kind: str) -> None:
     tokens = torch.randint(64, (2, 30))
     hidden, _ = model.activations(tokens)
     wanted = model(tokens)
-    torch.testing.assert_close(wanted, (hidden @ model.embedding.weight.T).float())
+    torch.testing.assert_close(wanted, hidden @ model.embedding.weight.T)
     logits, state = model.prefill(tokens[:, :20])
     torch.testing.assert_close(logits, wanted[:, 19])
     for t in range(20, 30):
@@ -231,7 +233,7 @@ def test_a_model_of_the_shape_of_gpt_neox_computes_what_gpt_neox_does() -> None:
         cubic = math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)
         x = x + attention + linear(inner / 2 * (1 + cubic.tanh()), f"{layer}.mlp.out")
     logits = norm(x, "final_norm") @ w["lm_head.weight"].T
-    torch.testing.assert_close(model(tokens), logits.float())
+    torch.testing.assert_close(model(tokens), logits)
     wanted = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     loss = model.loss(tokens, tokens)
     torch.testing.assert_close(loss, wanted)
@@ -302,7 +304,7 @@ def test_a_hybrid_is_built_from_the_kinds_of_its_layers() -> None:
     logits, state = model.prefill(tokens[:, :20])
     for t in range(20, 30):
         logits, state = model.step(tokens[:, t], state)
-        torch.testing.assert_close(logits, wanted[:, t].float())
+        torch.testing.assert_close(logits, wanted[:, t])
     assert model.flops_per_token(100) == model.weight_flops() + model.mixing_flops(100)
     assert model.mixing_flops(100) == sum(b.attention.mixing_flops(100) for b in model.blocks)
 

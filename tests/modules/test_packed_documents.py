@@ -42,8 +42,8 @@ def test_packed_documents_are_separate(kind: str, options: dict[str, object]) ->
 
 
 def assert_close(found: Tensor, wanted: Tensor, kind: str) -> None:
-    # The norm of zeros amplifies rounding errors of sums that almost cancel.
-    allowed = 1e-11 if kind == "zeros" else 1e-12
+    # Their norms of heads amplify rounding errors of sums that almost cancel.
+    allowed = 1e-11 if kind in ("cartan", "zeros") else 1e-12
     assert found.isfinite().all()
     assert (found - wanted).abs().max() <= allowed * max(1, wanted.abs().max())
 

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from longhaul.modules import pretraining
 from longhaul.modules.attention import Attention, attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.optim import (
     LargerUpdateConfig,
     OptimConfig,
@@ -30,7 +31,7 @@ from longhaul.modules.optim import (
     set_learning_rate,
 )
 from longhaul.modules.pretraining import Pretraining
-from longhaul.modules.skipped_updates import Skip
+from longhaul.modules.progress import Skip
 from longhaul.pipeline.distributed.blocks import device_mesh, shard
 from longhaul.pipeline.distributed.strategies import Single
 

@@ -225,10 +225,26 @@ LONGROPE = RotaryScaling(
             {"rotary_scaling": RotaryScaling(rope_type="yarn", factor=2.0)},
             "rotary_scaling.original_max_position_embeddings: found None, wanted 2 or more",
         ),
+        *(
+            (
+                "sympow",
+                {"rotary_scaling": RotaryScaling(rope_type=rope_type, **{name: value})},
+                f"rotary_scaling.{name}: found {value}, wanted it left out with {rope_type}",
+            )
+            for rope_type, name, value in (
+                ("none", "factor", 2.0),
+                ("linear", "original_max_position_embeddings", 64),
+                ("linear", "attention_factor", 1.5),
+                ("llama3", "beta_fast", 16.0),
+                ("yarn", "low_freq_factor", 2.0),
+                ("yarn", "short_factor", [1.0]),
+                ("longrope", "truncate", False),
+            )
+        ),
         (
             "softmax",
             {"rotary_scaling": dataclasses.replace(LONGROPE, long_factor=[])},
-            "rotary_scaling.long_factor: found [], wanted one number for each pair with longrope",
+            "rotary_scaling.long_factor: found [], wanted one number more than 0 for each pair",
         ),
         (
             "softmax",
@@ -245,6 +261,13 @@ LONGROPE = RotaryScaling(
 def test_bad_rotations_are_named(kind: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         build_attention(kind, 16, 2, **options)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_an_unknown_scaling_is_refused() -> None:
+    scaling = RotaryScaling(rope_type="ntk", original_max_position_embeddings=64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rotary_scaling\.rope_type: found 'ntk', wanted one of"):
+        build_attention("sympow", 16, 2, rotary_scaling=scaling)
 
 
 def test_a_window_refuses_rates_that_change_with_the_length() -> None:

@@ -20,7 +20,7 @@ Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 CHECKOUT = Path(__file__).parents[2]
 PAGE = (CHECKOUT / "docs" / "adding-a-variant.md").read_text()
 LOADER = Path(__file__).parent / "exporting" / "load_exported.py"
-KINDS = {"sliding_window": "window", "gated_delta": "delta"}
+KINDS = {"window_softmax": "window", "gated_delta": "delta"}
 LENGTHS = ["--contexts", "32,64", "--stride", "16", "--lengths", "256", "--prompts", "5"]
 
 # One process runs all commands, since imports take most of a short one's time. Then it writes the
@@ -63,7 +63,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, folder in sorted(packages["package-dir"].items()):
         _link(CHECKOUT / folder, top.joinpath(*name.split(".")), ("attention",))
     for heading, kind in (
-        ("A softmax over a window", "sliding_window"),
+        ("A softmax over a window", "window_softmax"),
         ("The gated delta rule", "gated_delta"),
     ):
         file = top / "longhaul" / "modules" / "attention" / f"{kind}.py"

@@ -10,19 +10,27 @@ from longhaul.modules.attention import (
     Attention,
     LayerShape,
     attention_config,
+    build_attention,
     registered_variants,
 )
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.rotary import RotaryScaling
 
-VARIANTS = registered_variants()
-POWER = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
 WIDTH, HEADS = 16, 2
 
+
+def groups_keys(kind: str) -> bool:
+    with torch.device("meta"):
+        return build_attention(kind, WIDTH, HEADS).groups_keys
+
+
+VARIANTS = registered_variants()
+POWER = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
+
 # Options that change what a variant computes, tested besides its defaults. A new variant needs no
-# entry. They may be those of the layer's shape, too: GROUPED has one key head for two query heads,
-# heads whose widths do not add up to that of the model, and norms of queries and keys.
-GROUPED: dict[str, object] = {"key_heads": 1, "head_dim": 6, "qk_norm": "full"}
+# entry. They may be those of the layer's shape, too: GROUPED has a key head for two query heads
+# each, heads whose widths do not add up to that of the model, and norms of queries and keys.
+GROUPED: dict[str, object] = {"heads": 4, "key_heads": 2, "head_dim": 6, "qk_norm": "full"}
 YARN = RotaryScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "cartan": [
@@ -40,7 +48,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"bilinear": False, "short_convolution": 4, **GROUPED},
     ],
     "alibi": [{"output_norm": "rms", "output_gate": "silu", **GROUPED}],
-    "coca": [{"mode": "slack"}, {"longest_document": 64}, GROUPED],
+    "coca": [{"mode": "slack"}, {"longest_document": 64}],
     "complex": [
         {"decay": True},
         {"learned_rates": True, "learned_sizes": True},
@@ -118,7 +126,24 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"form": "notes_row_mean", **GROUPED},
     ],
 }
-CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]
+
+
+def options_of(kind: str) -> list[dict[str, object]]:
+    """The options that a kind is tested with, of which some are GROUPED if it can be."""
+    given = OPTIONS.get(kind, [])
+    has_shape = any("key_heads" in options for options in given)
+    return [{}, *given] if has_shape or not groups_keys(kind) else [{}, GROUPED, *given]
+
+
+CASES = [(kind, options) for kind in VARIANTS for options in options_of(kind)]
+# Every kind in every such shape.
+SHAPES: list[dict[str, object]] = [
+    {**GROUPED, "key_heads": key_heads, "qk_norm": norm}
+    for key_heads in (1, 2, 4)
+    for norm in ("none", "head", "full")
+]
+WIDE = [(kind, shape) for kind in VARIANTS if groups_keys(kind) for shape in SHAPES]
+WIDE = [case for case in WIDE if case not in CASES]
 LEARNED = [
     (kind, {**options, "initial_state": "learned", "rank": 3})
     for kind, options in CASES
@@ -135,12 +160,20 @@ def name(case: object) -> str | None:
     return None
 
 
-every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
-every_case_and_learned = pytest.mark.parametrize(("kind", "options"), CASES + LEARNED, ids=name)
+def parametrized(*cases: tuple[str, dict[str, object]]) -> pytest.MarkDecorator:
+    """Runs with these cases, and with those of the kinds among them in every shape if all are."""
+    kinds = {kind for kind, _ in cases}
+    wide = [pytest.param(*case, marks=pytest.mark.wide) for case in WIDE if case[0] in kinds]
+    return pytest.mark.parametrize(("kind", "options"), [*cases, *wide], ids=name)
 
 
-def fresh(kind: str, width: int, heads: int, **options: Any) -> Attention:
+every_case = parametrized(*CASES)
+every_case_and_learned = parametrized(*CASES, *LEARNED)
+
+
+def fresh(kind: str, width: int, usual_heads: int, **options: Any) -> Attention:
     """A module as training begins with it, of options of its kind and of its shape."""
+    heads = options.pop("heads", usual_heads)
     sizes: dict[str, Any] = {"key_heads": heads, "head_dim": width // heads, "qk_norm": "none"}
     # Symmetric powers have an option qk_norm of their own, which is true or false.
     given = {name for name in sizes if type(options.get(name)) is type(sizes[name])}

@@ -42,6 +42,8 @@ from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import OptimConfig, build_optimizer
+from longhaul.pipeline.architectures.architecture import Field
+from longhaul.pipeline.architectures.registry import ARCHITECTURES
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, STATE, checksum
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
@@ -59,7 +61,7 @@ from longhaul.pipeline.generation.session_files import _digest, load_session, sa
 from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.reporting.runs import _hardware
 from longhaul.pipeline.runs.done import Finished
-from longhaul.pipeline.runs.exported import exported_model, exported_weights
+from longhaul.pipeline.runs.exported import exported_context, exported_model, exported_weights
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.tracking.metrics_journal import Journal, read_lines
 
@@ -358,6 +360,33 @@ def write_exported(folder: Folder) -> None:
     (folder / "model.safetensors.index.json").write_text(index)
 
 
+def write_architecture(name: str) -> Callable[[Folder], None]:
+    """Writes a config.json with all fields of an architecture, and no weights."""
+    architecture = ARCHITECTURES[name]
+    sizes = {
+        "vocabulary": 8, "width": 16, "layers": 4, "heads": 2, "mlp_width": 8, "kv_heads": 1,
+        "head_dim": 8, "learned_positions": 16,
+    }  # fmt: skip
+    named = {one.option: one.name for one in architecture.fields if isinstance(one, Field)}
+    small = {named[option]: size for option, size in sizes.items() if option in named}
+    windows = {"sliding_window": 4} if architecture.layers.has_window else {}
+    switch = {"use_sliding_window": True} if architecture.layers.has_switch else {}
+    described = architecture.config_of(architecture.model_of(small | windows | switch))
+    if "layer_types" in described:
+        del described["layer_types"]  # what they are without it
+        described |= {"sliding_window_pattern": 2, "max_window_layers": 1}
+
+    def write(folder: Folder) -> None:
+        (folder / "config.json").write_text(json.dumps(described))
+
+    return write
+
+
+def read_architecture(folder: Folder) -> None:
+    exported_model(folder)
+    exported_context(folder)
+
+
 def read_exported(folder: Folder) -> None:
     exported_model(folder)
     exported_weights(folder)
@@ -439,5 +468,11 @@ READERS = {
         },
         read_exported,
     ),
+    **{
+        f"architecture {name}": Reader(
+            write_architecture(name), {"config.json": mutate_json}, read_architecture
+        )
+        for name in ARCHITECTURES
+    },
     **{name: Reader(*parts) for name, parts in TOKEN_FORMATS.items()},
 }

@@ -137,4 +137,5 @@ class Chunks:
 
     def _per_chunk(self, x: Tensor) -> Tensor:
         """(X, …) as (M, R, …)."""
-        return x.unflatten(0, (self.num_chunks, -1))
+        chunks: Tensor = x.unflatten(0, (self.num_chunks, -1))
+        return chunks

@@ -92,9 +92,10 @@ class ScalarDecays:
         """
         start, end = (x.sum(dim=2, keepdim=True) for x in (from_start, to_end))
         start[:, -1:] += total.sum(dim=2, keepdim=True)
+        if self._gradient is None:  # Only the state after the chunk was used, and nothing erased.
+            self._gradient = torch.zeros_like(self._between)
         levels = []
         for size in self._sizes:
-            assert self._gradient is not None
             pairs = _lower_left(self._gradient, size)
             levels.append(Halves(size, pairs.sum(dim=3, keepdim=True), pairs.sum(dim=2)[..., None]))
         return Tree.gradient(levels, start, end)
@@ -151,12 +152,18 @@ class ChannelDecays:
     def gate_gradient(self, from_start: Tensor, to_end: Tensor, total: Tensor) -> Tensor:
         """Gradient of log_g, from those of the logs of the decays; shapes as they have."""
         from_start[:, -1:] += total
-        return Tree.gradient(self._gradients, from_start, to_end)
+        # None were kept where only the state after the chunk was used, and nothing erased.
+        levels = self._gradients or [
+            Halves(size, torch.zeros_like(later), torch.zeros_like(earlier))
+            for size, later, earlier in self._levels
+        ]
+        return Tree.gradient(levels, from_start, to_end)
 
 
 def _in_halves(x: Tensor, size: int) -> Tensor:
     """(X, C, D) as (X, blocks, 2 halves, tokens of a half, D), a view."""
-    return x.unflatten(1, (-1, 2, size))
+    halves: Tensor = x.unflatten(1, (-1, 2, size))
+    return halves
 
 
 def _lower_left(x: Tensor, size: int) -> Tensor:

@@ -34,17 +34,49 @@ def state_before(
         start: the state at the beginning of the sequence, None where that is zero.
     """
     every = tuple(one[: part.index] for one in part.gather(*own))
-    attached: Callable[..., Any] = _Attached.apply
-    state: State = pytree.tree_map(lambda x: attached(x, *every), compose(every, start))
-    return state
+    return attached(compose(every, start), every)
 
 
-class _Attached(torch.autograd.Function):
-    """x itself; its backward pass always reaches `others`, with no gradient.
+def tokens_before(
+    part: SequencePart, own: tuple[Tensor, ...], most: int | None = None
+) -> tuple[Tensor, ...]:
+    """The last `most` tokens of all earlier parts, None: all, and those of this part after them.
+
+    Only the last `most` tokens of each part are exchanged between ranks.
+
+    Args:
+        part: which part of the sequence this rank has.
+        own: tensors (B, T, ...) of the tokens of this part.
+        most: 0 or more.
+    """
+    T = own[0].shape[1]
+    sent = T if most is None else min(most, T)
+    if sent == 0:
+        return own
+    every = part.gather(*(one[:, T - sent :] for one in own))
+    first = 0 if most is None else max(0, part.index - -(-most // T))
+    earlier = tuple(one[first : part.index] for one in every)
+    kept = T * len(earlier[0]) if most is None else most
+    joined = tuple(
+        torch.cat([one.movedim(0, 1).flatten(1, 2)[:, -kept:], mine], dim=1)
+        for one, mine in zip(earlier, own, strict=True)
+    )
+    return attached(joined, earlier)
+
+
+def attached(x: State, others: tuple[Tensor, ...]) -> State:
+    """x, whose backward pass also reaches `others`.
 
     A part without earlier ones does not depend on what it gathered. Its rank must take part in the
     collective of the backward pass all the same, or the other ranks would wait for it.
     """
+    attach: Callable[..., Any] = _Attached.apply
+    result: State = pytree.tree_map(lambda one: attach(one, *others), x)
+    return result
+
+
+class _Attached(torch.autograd.Function):
+    """x itself; its backward pass always reaches `others`, with no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

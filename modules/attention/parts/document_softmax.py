@@ -133,11 +133,11 @@ def _blocks(
         return
     for start in range(0, length, QUERIES_AT_ONCE):
         end = min(start + QUERIES_AT_ONCE, length)
-        bias = causal_bias(end - start, end, slopes).to(dtype)
+        bias = _causal_bias(end - start, end, slopes).to(dtype)
         yield slice(start, end), end, bias
 
 
-def causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "1 H T S"]:
+def _causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "1 H T S"]:
     """-m_h (t - i) for the last T of S tokens; -inf for the keys after a query.
 
     torch's fused kernel takes no bias of three dimensions.

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Float64, Int, Int32
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.attention.parts.document_softmax import (
     QUERIES_AT_ONCE,
-    causal_bias,
     document_softmax,
 )
 
@@ -34,112 +33,110 @@ def masked_softmax(
     slopes: Float[Tensor, "H"] | None,
     age: Int[Tensor, "B T"] | None,
     *,
+    decay: Float64[Tensor, "B H S"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "B H T V"]:
-    """softmax_i(scale q_t . k_i - m_h (t - i)) over the keys i <= t of the document of query t.
+    """softmax_i(scale q_t . k_i - m_h (t - i) + c_t - c_i) over the keys that query t sees.
+
+    These are the keys i <= t of its document, of which a window has the last.
 
     Args:
         q: the queries of the last T of S tokens.
         k, v: the keys and values of all tokens; G divides H.
-        slopes: m_h, in float32 or wider; None: no bias, and T = S.
-        age: tokens of its document before each query; T = S then. None: a document per row.
+        slopes: m_h, in float32 or wider; None: no such bias.
+        age: tokens of its document before each query; None: a document per row.
+        decay: c, the running sums of log gates over all tokens of a row; None: no such bias.
         scale: None is 1 / sqrt(K).
         window: tokens that a query sees, itself included; None: all of its document.
-        softcap: c in c tanh(score / c), taken of the scaled score; None: none. Neither it nor a
-            window goes with slopes.
+        softcap: c in c tanh(score / c), taken of the scaled score; None: none. It does not go with
+            slopes.
 
-    Cost: that of each document alone on a CPU, but with a cap that of the row, and with a window
-    that of the windows. On a GPU, blocks of 128 x 128 tokens that no query sees are skipped.
+    Cost: that of each document alone on a CPU, but that of the row with a cap, a decay or T < S,
+    and with a window that of the windows. On a GPU, blocks of 128 x 128 tokens that no query sees
+    are skipped.
     """
     if q.is_cuda:
-        return _mix_flex(q, k, v, slopes, age, scale, window, softcap)
-    if window is not None or softcap is not None:
-        return _mix_seen(q, k, v, _seen(q, k, age, window), scale, window, softcap)
-    if age is not None:
-        return document_softmax(q, k, v, slopes, age, scale)
-    if slopes is not None:
-        return _mix_blocks(q, k, v, slopes)
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+        return _mix_flex(q, k, v, slopes, age, decay, scale, window, softcap)
+    if q.shape[2] == k.shape[2] and decay is None and window is None and softcap is None:
+        if age is not None:
+            return document_softmax(q, k, v, slopes, age, scale)
+        if slopes is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+    return _mix_blocks(q, k, v, slopes, age, decay, scale, window, softcap)
 
 
-def _seen(
-    q: Tensor, k: Tensor, age: Int[Tensor, "B T"] | None, window: int | None
-) -> Int[Tensor, "#B T"]:
-    """How many tokens before it each query sees."""
-    T, S = q.shape[2], k.shape[2]
-    seen = torch.arange(S - T, S, device=q.device)[None] if age is None else age
-    return seen if window is None else seen.clamp(max=window - 1)
-
-
-def _mix_seen(
+def _mix_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Int[Tensor, "#B T"],
+    slopes: Tensor | None,
+    age: Tensor | None,
+    decay: Tensor | None,
     scale: float | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """As `_mix_blocks`, without the keys that are in no query's window either."""
+    """Attention for one block of queries at a time, without the keys that no query of it sees.
+
+    Where there are several blocks, the backward pass recomputes the bias of each block.
+    """
     T, S = q.shape[2], k.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    # Short blocks with short windows, since a block scores all keys that one of its queries sees.
-    rows = QUERIES_AT_ONCE if window is None else min(QUERIES_AT_ONCE, max(window, _MASK_BLOCK))
+    seen = torch.arange(S - T, S, device=q.device)[None] if age is None else age
+    rows = QUERIES_AT_ONCE
+    if window is not None:
+        seen = seen.clamp(max=window - 1)
+        # Short blocks, since a block scores all keys that one of its queries sees.
+        rows = min(rows, max(window, _MASK_BLOCK))
     outputs = []
     for start in range(S - T, S, rows):
         end = min(start + rows, S)
         first = 0 if window is None else max(0, start - window + 1)
         own = slice(start - (S - T), end - (S - T))
-        block = q[:, :, own], k[:, :, first:end], v[:, :, first:end], seen[:, own], scale, softcap
+        sums = None if decay is None else decay[:, :, first:end]
+        block = q[:, :, own], k[:, :, first:end], v[:, :, first:end], slopes, seen[:, own], sums
         if rows >= T:
-            return _mix_seen_block(*block)
-        outputs.append(checkpoint(_mix_seen_block, *block, use_reentrant=False))
+            return _mix_block(*block, scale, softcap)
+        outputs.append(checkpoint(_mix_block, *block, scale, softcap, use_reentrant=False))
     return torch.cat(outputs, dim=2)
 
 
-def _mix_seen_block(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None
+def _mix_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    seen: Tensor,
+    decay: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     T, S = q.shape[2], k.shape[2]
     position = torch.arange(S, device=q.device)
     distance = position[S - T :, None] - position
     is_seen = ((distance >= 0) & (distance <= seen[..., None]))[:, None]  # (B, 1, T, S)
     queries = q.shape[1] // k.shape[1]
-    if softcap is None:
+    if softcap is None and decay is None:
+        mask = is_seen
+        if slopes is not None:
+            bias = -slopes[:, None, None] * distance.to(slopes.dtype)
+            mask = bias.masked_fill(~is_seen, -math.inf).to(q.dtype)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=is_seen, scale=scale, enable_gqa=queries > 1
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=queries > 1
         )
     if queries > 1:
         k, v = (one.repeat_interleave(queries, dim=1) for one in (k, v))
-    scores = (scale * q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
-    logits = (softcap * (scores / softcap).tanh()).masked_fill(~is_seen, -math.inf)
-    return logits.softmax(dim=-1).to(v.dtype) @ v
-
-
-def _mix_blocks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    """Attention for one block of queries at a time; keys after the whole block are left out.
-
-    Where there are several blocks, the backward pass recomputes the bias of each block.
-    """
-    T, S = q.shape[2], k.shape[2]
-    if T <= QUERIES_AT_ONCE:
-        return _mix_block(q, k, v, slopes)
-    outputs = []
-    for start in range(S - T, S, QUERIES_AT_ONCE):
-        end = min(start + QUERIES_AT_ONCE, S)
-        block = q[:, :, start - (S - T) : end - (S - T)], k[:, :, :end], v[:, :, :end], slopes
-        outputs.append(checkpoint(_mix_block, *block, use_reentrant=False))
-    return torch.cat(outputs, dim=2)
-
-
-def _mix_block(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    bias = causal_bias(q.shape[2], k.shape[2], slopes).to(q.dtype)
-    is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=is_grouped)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = (scale * q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    if decay is not None:
+        # In float64, since the sums of a long row are large and their differences small.
+        logits = logits + (decay[:, :, S - T :, None] - decay[:, :, None]).to(logits.dtype)
+    return logits.masked_fill(~is_seen, -math.inf).softmax(dim=-1).to(v.dtype) @ v
 
 
 def _mix_flex(
@@ -148,6 +145,7 @@ def _mix_flex(
     v: Tensor,
     slopes: Tensor | None,
     age: Tensor | None,
+    decay: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -163,10 +161,17 @@ def _mix_flex(
         biased = lambda score, b, h, t, i: score - slopes[h] * (t + (S - T) - i)  # noqa: E731
     if softcap is not None:
         biased = lambda score, b, h, t, i: softcap * torch.tanh(score / softcap)  # noqa: E731
+    if decay is not None:
+        capped: Callable[..., Tensor] = biased or (lambda score, *_: score)
+        added: Callable[..., Tensor] = lambda score, b, h, t, i: (  # noqa: E731
+            score + (decay[b, h, t + (S - T)] - decay[b, h, i]).to(score.dtype)
+        )
+        biased = lambda score, b, h, t, i: added(capped(score, b, h, t, i), b, h, t, i)  # noqa: E731
     # Without compilation it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention
     if age is not None:
-        mask = _within_documents(T, age if window is None else age.clamp(max=window - 1))
+        seen = age if window is None else age.clamp(max=window - 1)
+        mask = _within_documents(T, S, seen)
     else:
         mask = _causal(T, S, q.device) if window is None else _within(T, S, window, q.device)
     is_grouped = q.shape[1] != k.shape[1]
@@ -198,9 +203,10 @@ def _within(T: int, S: int, window: int, device: torch.device) -> "BlockMask":
     return _block_mask(T, S, age, lambda b, h, t, i: (t + past >= i) & (t + past - i < window))
 
 
-def _within_documents(T: int, age: Int[Tensor, "B T"]) -> "BlockMask":
-    """Tokens attend to themselves and to `age` tokens before, as to all of their document."""
-    return _block_mask(T, T, age, lambda b, h, t, i: (t >= i) & (t - i <= age[b, t]))
+def _within_documents(T: int, S: int, age: Int[Tensor, "B T"]) -> "BlockMask":
+    """The last T of S tokens attend to themselves and to `age` tokens before."""
+    past = S - T
+    return _block_mask(T, S, age, lambda b, h, t, i: (t + past >= i) & (t + past - i <= age[b, t]))
 
 
 def _block_mask(

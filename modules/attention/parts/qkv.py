@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from longhaul.modules.attention.parts.short_convolution import ShortConvolution
 from longhaul.modules.documents import Documents
+from longhaul.modules.norms import RMSNorm
 from longhaul.modules.rotary import Rotary
 
 
@@ -75,23 +75,6 @@ def _linear(inputs: int, outputs: int, has_bias: bool) -> nn.Linear:
     return linear
 
 
-class QueryKeyNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) times a learned gain w, or times 1 + w, in the dtype of x."""
-
-    def __init__(self, width: int, *, eps: float, has_offset: bool = False) -> None:
-        super().__init__()
-        self.eps = eps
-        self.has_offset = has_offset
-        self.weight = nn.Parameter(torch.zeros(width) if has_offset else torch.ones(width))
-
-    def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-        weight: Tensor = self.weight
-        if self.has_offset:  # which 16 bits would round
-            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
-
-
 class QKV(nn.Module):
     """The only part that knows how q, k and v follow from x. Layers of attention inherit from it.
 
@@ -113,8 +96,8 @@ class QKV(nn.Module):
         self.num_heads = shape.heads
         self.num_key_heads = shape.key_heads
         self.head_dim = shape.head_dim
-        self.q_norm: QueryKeyNorm | None = None
-        self.k_norm: QueryKeyNorm | None = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         self.convolution: ShortConvolution | None = None
 
     def head_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -145,9 +128,9 @@ class QKV(nn.Module):
         if shape.qk_norm != "none":
             options: dict[str, Any] = {"eps": shape.norm_eps, "has_offset": shape.norm_offset}
             q, k = (K, K) if shape.qk_norm == "head" else (K * H, K * G)
-            self.q_norm, self.k_norm = QueryKeyNorm(q, **options), QueryKeyNorm(k, **options)
+            self.q_norm, self.k_norm = RMSNorm(q, **options), RMSNorm(k, **options)
         elif head_norm_eps is not None:
-            self.q_norm, self.k_norm = (QueryKeyNorm(K, eps=head_norm_eps) for _ in range(2))
+            self.q_norm, self.k_norm = (RMSNorm(K, eps=head_norm_eps) for _ in range(2))
         if self.short_convolution:
             self.convolution = ShortConvolution(
                 sum(self.qkv_widths), self.short_convolution, bias=self.convolution_bias

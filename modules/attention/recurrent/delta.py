@@ -211,8 +211,7 @@ class DeltaAttention(Attention):
         return M, E
 
     def check_context_parallel(self) -> None:
-        if not self.erases:
-            super().check_context_parallel()
+        """The states of parts are composed."""
 
     def _project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
@@ -297,8 +296,7 @@ class DeltaAttention(Attention):
 
 
 def _after_parts(
-    every: tuple[Float[Tensor, "parts B H K K"], Float[Tensor, "parts B H K V"]],
-    start: Tensor | None,
+    every: tuple[Float[Tensor, "parts B H K J"], ...], start: Tensor | None
 ) -> Float[Tensor, "B H K V"]:
     """The state after all earlier parts, each of which makes M S + E of the one before it."""
     state = every[1].new_zeros(every[1].shape[1:])

@@ -74,6 +74,23 @@ def test_alibi_is_a_fixed_gate(heads: int) -> None:
     assert_forward(attention, x, mix(weights / weights.sum(-1, keepdim=True), v))
 
 
+@pytest.mark.parametrize("gate_init", ["plain", "long_memory"])
+def test_fox_is_a_softmax_of_scores_plus_the_log_gates_between(gate_init: str) -> None:
+    attention, x = build("fox", gate_init=gate_init), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    f = sigmoid(x @ attention.gate.weight.mT + (attention.gate.bias if gate_init != "plain" else 0))
+    logits = matrix(lambda t, i: dot(q[:, t], k[:, i]) / 8**0.5 + product(f, t, i).log())
+    assert_forward(attention, x, mix(softmax_rows(logits), v))
+
+
+def test_a_sliding_window_leaves_out_what_is_further_away() -> None:
+    attention, x = build("sliding_window", window=5), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    q, k = (rotated(one, rotary_rates()) for one in (q, k))
+    weights = matrix(lambda t, i: (t - i < 5) * (dot(q[:, t], k[:, i]) / 8**0.5).exp())
+    assert_forward(attention, x, mix(weights / weights.sum(-1, keepdim=True), v))
+
+
 def coca_operands(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, the coefficients [t, t], and v."""
     q, u, v = projections(x, attention.qtv.weight)

@@ -2,7 +2,6 @@
 
 import math
 from itertools import combinations_with_replacement
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,8 @@ from torch import Tensor
 
 from longhaul.kernels import symmetric_dim
 from longhaul.kernels.power.torch.features import expand, multiplicity
-from longhaul.modules.attention.parts.qkv import QueryKeyNorm
+from longhaul.modules import norms
+from longhaul.modules.norms import RMSNorm
 
 
 @INITIAL_STATE
@@ -67,7 +67,7 @@ def test_sympow_weights_are_powers_times_products_of_gates(
 def test_the_norm_of_queries_has_one_constant_in_every_dtype(dtype: torch.dtype) -> None:
     x = torch.full((1, 1, 1, 8), 2.0**-11, dtype=dtype)  # whose square is twice the constant
     wanted = (2**-22 / (2**-22 + 2**-23)) ** 0.5
-    norm = QueryKeyNorm(8, eps=2.0**-23).to(dtype)
+    norm = RMSNorm(8, eps=2.0**-23).to(dtype)
     torch.testing.assert_close(norm(x), torch.full_like(x, wanted))
 
 
@@ -75,13 +75,13 @@ def test_under_autocast_the_norm_of_queries_gets_its_gain_in_their_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else torch leaves its fused kernel."""
-    dtypes = []
+    dtypes, normed = [], norms._normed
 
-    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    def noted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtypes.append((x.dtype, weight.dtype))
-        return torch.rms_norm(x, shape, weight, eps)
+        return normed(x, weight, eps)
 
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", rms_norm)
+    monkeypatch.setattr(norms, "_normed", noted)
     attention = build("sympow", qk_norm=True).float()
     with torch.autocast("cpu", torch.bfloat16):
         attention(tokens().float(), keep_state=False)[0].sum().backward()

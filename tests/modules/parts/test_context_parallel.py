@@ -37,13 +37,14 @@ from longhaul.modules.attention.parts.context_parallel import (
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.attention.recurrent.delta import DeltaConfig
 from longhaul.modules.documents import Documents, first_tokens
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 from longhaul.pipeline.distributed.context_parallel import ContextParallel
 
-WORLDS = (pytest.param(2, marks=pytest.mark.wide), 4)
-TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # 54 or 27 tokens per part: no multiple of the chunk
+WORLDS = (*(pytest.param(ranks, marks=pytest.mark.wide) for ranks in (2, 3)), 4)
+TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # a part is no multiple of the chunk
 LIMIT_S = 58
 
 # Offsets of documents that span several parts, end where a part ends, or share a part.
@@ -55,6 +56,7 @@ PACKINGS = {
 NEIGHBOUR = slice(1, 40)  # a document of "straddling"
 LEARNED = {"initial_state": "learned", "rank": 3}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "alibi": [{}, {"key_heads": 1}],
     "cartan": [
         {},
         {"generator": "additive"},
@@ -72,6 +74,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"normalizer": "amplitudes"} | LEARNED,
         {"key_heads": 1, "learned_rates": True, "decay": True},
     ],
+    "coca": [{}, {"mode": "slack"}],
     "conformal_sympow": [
         {},
         {"degree": 4, "qk_norm": True},
@@ -80,14 +83,24 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "deltanet": [{}],
     "gated_deltanet": [{}],
+    "gated_linear": [{}],
     "kimi_delta": [{}],
     "linear": [
         {},
         {"feature_map": "identity", "normalizer": "head_norm"},
         {"rotary": "fixed", "gate": "data"} | LEARNED,
     ],
+    "fox": [{}, {"key_heads": 1}],
     "mamba2": [{}],
     "retention": [{}, {"swish_gate": True, "short_convolution": 4}, LEARNED],
+    # Windows within a part, of a part and of several: parts have 54, 36 or 27 tokens.
+    "sliding_window": [
+        {"window": 1},
+        {"window": 9, "key_heads": 1},
+        {"window": 28, "softcap": 2.0},
+        {"window": 60},
+    ],
+    "softmax": [{}, {"softcap": 2.0, "scale": 0.2, "rotary": "none"}, {"key_heads": 1}],
     "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],
     "sympow_gated": [
         {},
@@ -101,17 +114,20 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         LEARNED,
     ],
 }
-SPLIT = [
-    kind
-    for kind in registered_variants()
-    if issubclass(attention_config(kind), (PowerConfig, DeltaConfig)) and kind != "power_delta"
-]
+KINDS = [kind for kind in registered_variants() if kind != "power_delta"]
+POWER = [kind for kind in KINDS if issubclass(attention_config(kind), PowerConfig)]
+CHUNKED = [kind for kind in KINDS if issubclass(attention_config(kind), (PowerConfig, DeltaConfig))]
+OPTIONS = {kind: [{}, LEARNED] for kind in POWER} | OPTIONS
 LAYERS = {
     f"{kind} {options or ''} {packing}": (kind, options, offsets)
-    for kind in SPLIT
-    for options in OPTIONS.get(kind, [{}, LEARNED])
+    for kind in KINDS
+    for options in OPTIONS[kind]
     for packing, offsets in PACKINGS.items()
 }
+Layers = dict[int, tuple[str, dict[str, Any]]]  # those that are not conformal_sympow
+LINEAR: Layers = {1: ("zeros", {"second_order": True}), 2: ("cartan", {})}
+HYBRID: Layers = {1: ("fox", {}), 2: ("sliding_window", {"window": 20})}
+SOFTMAX: Layers = {1: ("softmax", {}), 2: ("coca", {})}
 MODELS: dict[str, dict[str, Any]] = {
     "model": {},
     "model, again": {},
@@ -119,6 +135,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "model, only initial states trained": {"initial_state": "learned"},
     "model, positions of a longer sequence": {
         "scaling": PositionScaling(name="dynamic_ntk", factor=2.0, context=32)
+    },
+    "hybrid": {"layers": HYBRID},
+    "hybrid, recomputed": {"layers": HYBRID, "recompute": True},
+    "hybrid, positions of a longer sequence": {
+        "layers": SOFTMAX,
+        "scaling": PositionScaling(name="dynamic_ntk", factor=2.0, context=32),
     },
 }
 Results = dict[str, Tensor]
@@ -154,7 +176,9 @@ def layer(
     given = dict(options)
     key_heads = given.pop("key_heads", HEADS)
     shape = LayerShape(width=WIDTH, heads=HEADS, key_heads=key_heads, head_dim=WIDTH // HEADS)
-    attention = attention_config(kind)(chunk_size=CHUNK, **given).build(shape).double()
+    if kind in CHUNKED:
+        given["chunk_size"] = CHUNK
+    attention = attention_config(kind)(**given).build(shape).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.normal_(std=0.5)
@@ -226,16 +250,19 @@ def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
     return {"y": y.detach(), "dx": x.grad}
 
 
-def build_model(initial_state: str = "zero") -> LanguageModel:
+def build_model(initial_state: str = "zero", layers: Layers = LINEAR) -> LanguageModel:
     def config(kind: str, **options: Any) -> Any:
-        settings = {"chunk_size": CHUNK, "initial_state": initial_state, "rank": 3} | options
-        return attention_config(kind)(**settings)
+        if kind in POWER:
+            options = {"chunk_size": CHUNK, "initial_state": initial_state, "rank": 3} | options
+        return attention_config(kind)(**options)
 
     torch.manual_seed(0)
     model = LanguageModel(
         LanguageModelConfig(
             attention=config("conformal_sympow"),
-            layer_attention={"1": config("zeros", second_order=True), "2": config("cartan")},
+            layer_attention={
+                str(layer): config(kind, **options) for layer, (kind, options) in layers.items()
+            },
             layers=3,
             width=WIDTH,
             heads=HEADS,
@@ -254,10 +281,11 @@ def language_model(
     tokens: int = TOKENS,
     recompute: bool = False,
     initial_state: str = "zero",
+    layers: Layers = LINEAR,
     scaling: PositionScaling | None = None,
 ) -> Results:
     """Mean loss over the tokens of this part, and its gradients."""
-    model = build_model(initial_state)
+    model = build_model(initial_state, layers)
     if initial_state == "learned":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("initial_state" in name)
@@ -289,8 +317,8 @@ def every_case(part: ContextParallel) -> dict[str, Results]:
     results |= {f"resets {name}": resets(bounds, part) for name, bounds in PACKINGS.items()}
     results |= {f"matrices {name}": matrices(bounds, part) for name, bounds in PACKINGS.items()}
     results |= {
-        f"{kind} changed": layer(kind, {}, PACKINGS["straddling"], part, change=1.0)
-        for kind in SPLIT
+        f"{kind} changed": layer(kind, OPTIONS[kind][0], PACKINGS["straddling"], part, change=1.0)
+        for kind in KINDS
     }
     results |= {name: language_model(part, **options) for name, options in MODELS.items()}
     sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
@@ -375,14 +403,14 @@ def test_a_layer_over_parts_equals_the_layer_over_the_sequence(found: list[Any],
     assert_ranks_equal(ranks, layer(*LAYERS[case], None), ("y", "dx"))
 
 
-@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_document_changes_no_bit_of_its_neighbours_in_any_part(
     found: list[Any], kind: str
 ) -> None:
     for name in ("y", "dx"):
         before, after = (
             torch.cat([rank[case][name] for rank in found], 1)
-            for case in (f"{kind}  straddling", f"{kind} changed")
+            for case in (f"{kind} {OPTIONS[kind][0] or ''} straddling", f"{kind} changed")
         )
         others = torch.ones(TOKENS, dtype=torch.bool)
         others[NEIGHBOUR] = False
@@ -433,19 +461,9 @@ class FirstOfTwo:
         raise AssertionError
 
 
-@pytest.mark.parametrize("kind", sorted(set(registered_variants()) - set(SPLIT)))
-def test_other_kinds_are_refused_by_name(kind: str) -> None:
-    model = LanguageModel(
-        LanguageModelConfig(
-            attention=attention_config("retention")(),
-            layer_attention={"1": attention_config(kind)()},
-            layers=2,
-            width=WIDTH,
-            heads=HEADS,
-            vocabulary=8,
-        )
-    )
-    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind with a state of fixed size"):
+def test_a_kind_that_does_not_compose_parts_is_refused_by_name() -> None:
+    model = build_model(layers={1: ("power_delta", {})})
+    with pytest.raises(ValueError, match="found power_delta, wanted a kind that supports"):
         model.split_sequence(FirstOfTwo())
     assert all(block.attention.sequence_part is None for block in model.blocks)
 

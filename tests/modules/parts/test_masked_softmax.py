@@ -30,6 +30,7 @@ def explicit(
     slopes: Tensor | None,
     age: Tensor | None,
     *,
+    decay: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -44,22 +45,26 @@ def explicit(
         hidden = hidden | (distance >= window)
     if slopes is not None:
         logits = logits - slopes[:, None, None] * distance
+    if decay is not None:
+        logits = logits + decay[:, :, -q.shape[2] :, None] - decay[:, :, None]
     return logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ v
 
 
 CASES = pytest.mark.parametrize(
     "case",
     [(heads, True, queries, None) for heads in (2, 3) for queries in (T, 5, 1)]
-    + [(2, has_bias, T, DOCUMENTS) for has_bias in (False, True)],
+    + [(2, has_bias, queries, DOCUMENTS) for has_bias in (False, True) for queries in (T, 5)],
 )
 
 
 def inputs(
     heads: int, has_bias: bool, queries: int, documents: list[list[int]] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The queries, and where their documents begin, are those of the last tokens."""
     q, k, v = torch.randn(3, 3, heads, T, 8, dtype=torch.float64).unbind(0)
     slopes = alibi_slopes(heads, CPU) if has_bias else None
-    return q[:, :, T - queries :], k, v, slopes, None if documents is None else ages(documents)
+    age = None if documents is None else ages(documents)[:, T - queries :]
+    return q[:, :, T - queries :], k, v, slopes, age
 
 
 @CASES
@@ -86,10 +91,12 @@ LIMITS = pytest.mark.parametrize(
         {"window": 1, "scale": 0.3},
         {"softcap": 1.5},
         {"window": 17, "softcap": 2.0, "scale": 0.2},
+        {"decay": True},
+        {"decay": True, "window": 9, "softcap": 2.0},
     ],
 )
 ROWS = pytest.mark.parametrize(
-    ("queries", "documents"), [(T, None), (5, None), (1, None), (T, DOCUMENTS)]
+    ("queries", "documents"), [(T, None), (5, None), (1, None), (T, DOCUMENTS), (5, DOCUMENTS)]
 )
 
 
@@ -97,6 +104,13 @@ def grouped(queries: int, documents: list[list[int]] | None) -> tuple[Any, ...]:
     """Four query heads for two key heads, and values that are narrower than keys."""
     q, k, v, *rest = inputs(4, False, queries, documents)
     return q, k[:, :2], v[:, :2, :, :6], *rest
+
+
+def with_decay(limits: dict[str, Any]) -> dict[str, Any]:
+    """The limits with running sums of log gates where they ask for some."""
+    if "decay" not in limits:
+        return limits
+    return limits | {"decay": -torch.rand(3, 4, T, dtype=torch.float64).cumsum(-1)}
 
 
 @LIMITS
@@ -111,12 +125,13 @@ def test_windows_and_caps_compute_the_formula_and_its_gradients(
 ) -> None:
     monkeypatch.setattr(masked_softmax, "QUERIES_AT_ONCE", at_once)
     q, k, v, *rest = grouped(queries, documents)
-    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    limits = with_decay(limits)
+    leaves = [one.requires_grad_() for one in (q, k, v, limits.get("decay")) if is_tensor(one)]
     found = masked_softmax.masked_softmax(q, k, v, *rest, **limits)
     wanted = explicit(q, k, v, *rest, **limits)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
     probe = torch.randn_like(found)
-    gradients = (torch.autograd.grad(y, (q, k, v), probe) for y in (found, wanted))
+    gradients = (torch.autograd.grad(y, leaves, probe) for y in (found, wanted))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -127,7 +142,7 @@ def test_windows_and_caps_compute_the_formula_and_its_gradients(
 def test_flex_attention_computes_windows_and_caps(
     queries: int, documents: list[list[int]] | None, limits: dict[str, Any]
 ) -> None:
-    arguments = grouped(queries, documents)
+    arguments, limits = grouped(queries, documents), with_decay(limits)
     found = masked_softmax._mix_flex(*arguments, **limits)
     torch.testing.assert_close(found, explicit(*arguments, **limits), rtol=0, atol=1e-12)
 
@@ -170,12 +185,15 @@ def test_the_blocks_of_a_causal_mask_are_those_that_torch_finds(queries: int, ke
     assert_same_blocks(masked_softmax._causal(queries, keys, CPU), wanted)
 
 
-def test_the_blocks_of_documents_are_those_that_torch_finds() -> None:
-    age = ages([[1, 127, 128, 244], [500], [129, 300, 1, 70], [5] * 100])
-    found = masked_softmax._within_documents(500, age)
+@pytest.mark.parametrize("queries", [500, 130])
+def test_the_blocks_of_documents_are_those_that_torch_finds(queries: int) -> None:
+    past = 500 - queries
+    age = ages([[1, 127, 128, 244], [500], [129, 300, 1, 70], [5] * 100])[:, past:]
+    found = masked_softmax._within_documents(queries, 500, age)
     wanted = create_block_mask(
-        lambda b, h, t, i: (t >= i) & (t - i <= age[b, t]), len(age), None, 500, 500, device=CPU
-    )
+        lambda b, h, t, i: (t + past >= i) & (t + past - i <= age[b, t]),
+        len(age), None, queries, 500, device=CPU,
+    )  # fmt: skip
     assert_same_blocks(found, wanted)
 
 
@@ -197,7 +215,7 @@ def test_the_blocks_of_a_window_are_those_that_torch_finds(
     [
         lambda: masked_softmax._causal(4096, 4096, CPU),
         lambda: masked_softmax._within(4096, 4096, 300, CPU),
-        lambda: masked_softmax._within_documents(4096, torch.arange(4096)[None]),
+        lambda: masked_softmax._within_documents(4096, 4096, torch.arange(4096)[None]),
     ],
 )
 def test_a_mask_is_not_written_out(mask: Callable[[], BlockMask]) -> None:

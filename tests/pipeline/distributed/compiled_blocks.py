@@ -2,8 +2,8 @@
 
 Not a test; tests start it as a process, since torch.compile cannot see through the checks of shapes
 that pytest adds. Arguments: a backend of torch.compile, a number of batches whose rows hold
-documents (0: one batch, of whole rows), and kinds of attention or names of SHAPES. Prints a line
-of JSON for each.
+documents (0: one batch, of whole rows), and kinds of attention, each alone or with a slash and a
+name of SHAPES. Prints a line of JSON for each.
 """
 
 import json
@@ -14,20 +14,23 @@ import torch
 from torch._dynamo.utils import counters
 
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.distributed.blocks import prepare_blocks
 
 SHAPES = {
     "llama": {"norm": "rms", "mlp": "swiglu", "mlp_width": 88},
     "gemma": {"norm": "rms_offset", "norm_order": "sandwich", "mlp": "geglu", "biases": ["qkv"]},
     "post": {"norm_order": "post", "mlp": "relu2", "parallel_residual": True, "biases": True},
+    "grouped": {"heads": 4, "kv_heads": 2, "head_dim": 10, "qk_norm": "head"},
+    "normed": {"heads": 4, "kv_heads": 1, "norm": "rms_offset", "qk_norm": "full"},
 }
 
 
 def compare(name: str, num_packed: int) -> dict[str, float]:
-    attention = attention_config("softmax" if name in SHAPES else name)()
-    sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64}
-    config = LanguageModelConfig(attention=attention, **sizes, **SHAPES.get(name, {}))
+    kind, _, shape = name.partition("/")
+    sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, **SHAPES.get(shape, {})}
+    config = LanguageModelConfig(attention=attention_config(kind)(), **sizes)
     torch.manual_seed(0)
     plain, compiled = LanguageModel(config), LanguageModel(config)
     compiled.load_state_dict(plain.state_dict())

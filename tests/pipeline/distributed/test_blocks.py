@@ -15,14 +15,17 @@ from longhaul.pipeline.distributed.blocks import prepare_blocks
 from longhaul.pipeline.training import run
 
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
-SHAPES = ("llama", "gemma", "post")  # of the block around softmax attention
+SHAPES = ("softmax/llama", "softmax/gemma", "softmax/post")
+GROUPED = tuple(f"{kind}/{shape}" for kind in ("sympow", "complex", "coca")
+                for shape in ("grouped", "normed"))  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("backend", "num_packed", "kinds"),
     [
-        ("eager", 3, ("conformal_sympow", "gemma")),
+        ("eager", 3, ("conformal_sympow", "softmax/gemma")),
         pytest.param("aot_eager", 0, ("conformal_sympow", *SHAPES), marks=pytest.mark.wide),
+        pytest.param("aot_eager", 3, GROUPED, marks=pytest.mark.wide),
         pytest.param("aot_eager", 50, registered_variants(), marks=pytest.mark.wide),
         pytest.param("aot_eager", 0, registered_variants(), marks=pytest.mark.soak),
         pytest.param("inductor", 0, ("conformal_sympow", *SHAPES), marks=pytest.mark.soak),
@@ -56,7 +59,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
 
 torch.set_num_threads(1)
@@ -123,7 +127,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
 
 meeting, rank = sys.argv[1], int(sys.argv[2])

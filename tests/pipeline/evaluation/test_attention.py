@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from longhaul.modules.attention import Attention, attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.tasks.attention import (
     HeadReport,

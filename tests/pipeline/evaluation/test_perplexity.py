@@ -11,7 +11,8 @@ import torch
 
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.evaluation.tasks.perplexity import sliding_loss, sliding_windows
 from longhaul.pipeline.evaluation.windows import Passage

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.evaluation.figures import clustered_interval, wilson_interval
 from longhaul.pipeline.evaluation.tasks.recall import RecallBatch, count_recalled, make_recall
 

@@ -16,7 +16,8 @@ import torch
 
 from longhaul.datamodules.stream import PADDING_INDEX, TokenWindows, Windows
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.evaluation.options import TextOptions
 from longhaul.pipeline.evaluation.windows import (

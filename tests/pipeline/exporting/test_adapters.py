@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from longhaul.configs.loader import to_dict
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
 

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from longhaul.configs.loader import to_dict
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer

@@ -23,8 +23,8 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.progress import Progress
 from longhaul.pipeline import exporting
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.exporting import check, tokenizer_files
 from longhaul.pipeline.exporting import folder as export_folder
+from longhaul.pipeline.exporting import tokenizer_files
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.source import file_of, model_code
 from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
@@ -248,7 +248,7 @@ def test_weights_that_cannot_be_read_back_are_no_fault_of_the_kind(
     def fail(*_: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(check, "safe_open", fail)
+    monkeypatch.setattr("longhaul.pipeline.runs.exported.safe_open", fail)
     wanted = "model.safetensors cannot be read: Input/output error"
     with pytest.raises((OSError, MemoryError), match=wanted if failure.args else "^$"):
         export(base.path / "small", tmp_path / "new")

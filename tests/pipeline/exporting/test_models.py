@@ -19,7 +19,8 @@ from longhaul.configs import RunConfig, load_run_config, to_yaml
 from longhaul.datamodules.tokenizer import JsonTokenizer, build_tokenizer
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.progress import Progress
 from longhaul.modules.rotary import RotaryScaling
 from longhaul.pipeline.checkpoints.store import CheckpointStore

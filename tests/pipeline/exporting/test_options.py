@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from longhaul.configs.loader import to_dict
 from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.exporting import source
 from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
@@ -20,14 +21,18 @@ from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
 from longhaul.pipeline.exporting.source import file_of, model_code
 
 
-def config_of(kind: str) -> LanguageModelConfig:
-    attention = attention_config(kind)()
-    return LanguageModelConfig(attention=attention, layers=2, width=32, heads=4, vocabulary=320)
+def config_of(kind: str, **options: Any) -> LanguageModelConfig:
+    sizes = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 320}
+    return LanguageModelConfig(attention=attention_config(kind)(), **sizes, **options)
 
 
 def model_of(kind: str, **options: Any) -> LonghaulForCausalLM:
+    return built(config_of(kind), **options)
+
+
+def built(config: LanguageModelConfig, **options: Any) -> LonghaulForCausalLM:
     torch.manual_seed(0)
-    model = LonghaulForCausalLM(LonghaulConfig(to_dict(config_of(kind)), **options))
+    model = LonghaulForCausalLM(LonghaulConfig(to_dict(config), **options))
     with torch.no_grad():
         for parameter in model.parameters():  # large enough for every part to matter
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -244,6 +249,24 @@ def test_a_cache_is_cut_back_to_fewer_tokens(model: LonghaulForCausalLM) -> None
     message = "crop: found a call for LonghaulCache, which can be cut back to 5 tokens, not to 4;"
     with pytest.raises(ValueError, match=message):
         cache.crop(-8)
+
+
+WINDOWED = {"1": attention_config("softmax")(window=5)}  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("options", [{"layer_attention": WINDOWED}, {"learned_positions": 40}])
+def test_a_cache_without_all_it_has_read_is_not_cut_back(options: dict[str, Any]) -> None:
+    """A window's cache holds no more than the next token sees, so that one less lacks a token."""
+    model = built(config_of("softmax", **options))
+    for T in (2, 12):  # shorter than the window, too
+        cache = model(tokens(T)).past_key_values
+        with pytest.raises(
+            ValueError, match="crop: found a call for LonghaulCache, which has a state that cannot"
+        ):
+            cache.crop(-1)
+        assert not cache.is_croppable
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(tokens(), prompt_lookup_num_tokens=3, max_new_tokens=2)
 
 
 def test_a_cache_does_what_caches_of_transformers_do(model: LonghaulForCausalLM) -> None:

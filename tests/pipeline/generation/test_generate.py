@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from longhaul.datamodules.decoding import BytesDecoder, StoppingDecoder
 from longhaul.datamodules.tokenizer import BytesTokenizer
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.generation import decoding
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode

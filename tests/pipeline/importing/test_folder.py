@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from longhaul.configs import load_run_config
@@ -48,9 +48,8 @@ def save(folder: Path, dtype: torch.dtype = torch.float32) -> GPTNeoXForCausalLM
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_run_computes_what_transformers_does(tmp_path: Path, dtype: torch.dtype) -> None:
-    save(tmp_path / "theirs", dtype)
+def test_the_run_of_weights_in_bfloat16_computes_what_transformers_does(tmp_path: Path) -> None:
+    save(tmp_path / "theirs", torch.bfloat16)
     theirs = GPTNeoXForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     checkpoint = import_folder(tmp_path / "theirs", tmp_path / "run")
     assert checkpoint == tmp_path / "run" / "checkpoints" / "step-000000000"
@@ -73,6 +72,8 @@ def test_the_run_computes_what_transformers_does(tmp_path: Path, dtype: torch.dt
 
 def test_commands_take_the_run(make_run: Callable[[int], Run], tmp_path: Path) -> None:
     theirs = save(tmp_path / "theirs")
+    # As some published folders have it, such as that of GPT-2; the ids are in config.json.
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"model_max_length": 64}')
     run = make_run(1)
     result = run.longhaul("import", str(tmp_path / "theirs"), "imported")
     assert result.stdout == f"written: {run.path}/imported/checkpoints/step-000000000\n"
@@ -126,13 +127,47 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
     refused("found 258 ids of the tokenizer, wanted at most 256, the rows of the embedding")
     describe(hidden_act="relu")
     refused("hidden_act: found 'relu', wanted one of gelu_pytorch_tanh, gelu_new, gelu_fast, gelu")
+    describe(max_position_embeddings=10**12)
+    refused("found a context of 1,000,000,000,000 tokens, wanted at most 16,777,216")
     describe()
     index = folder / "model.safetensors.index.json"
     names = sorted({*json.loads(index.read_bytes())["weight_map"].values()})
+    last = load_file(folder / names[-1])
+    first = next(iter(last))
+    save_file(last | {first: last[first].int()}, folder / names[-1])
+    refused(f"{first}: found numbers of type I32, wanted one of F64, F32, BF16, F16")
+    save_file(load_file(folder / names[0]), folder / names[-1])
+    refused(f"{folder / names[0]} has too")
     (folder / names[-1]).unlink()
-    refused("the weights cannot be read, No such file or directory")
+    refused(f"the weights cannot be read, No such file or directory: {folder / names[-1]}")
     index.unlink()
+    refused(f"No such file or directory: {folder / 'model.safetensors'}")
     (folder / "pytorch_model.bin").touch()
-    refused("the weights cannot be read, No such file or directory")
+    refused("the weights cannot be read, found pytorch_model.bin, a pickle, wanted model.safeten")
     (folder / "tokenizer.json").unlink()
     refused("found no tokenizer of an export")
+
+
+def test_an_export_with_its_code_is_imported_whole_or_not_at_all(
+    make_run: Callable[[int], Run], tmp_path: Path
+) -> None:
+    run = make_run(1)
+    run.longhaul("train", "small.yaml")
+    export(run.path / "small", tmp_path / "own", form="longhaul")
+    import_folder(tmp_path / "own", tmp_path / "run")
+    found, wanted = (
+        load_trained_model(path).model.state_dict()
+        for path in (tmp_path / "run", run.path / "small")
+    )
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    file = tmp_path / "own" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    for changed, message in (
+        ({key: tensors[key] for key in tensors if key != name}, f"{name}: found shape None, want"),
+        (tensors | {"more": torch.ones(2)}, r"more: found shape \(2,\), wanted None as in config"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(ValueError, match=message):
+            import_folder(tmp_path / "own", tmp_path / "again")
+        assert not (tmp_path / "again").exists()

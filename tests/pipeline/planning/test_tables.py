@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+from attention_cases import groups_keys
 
 from longhaul.configs import load_run_config
-from longhaul.modules.attention import registered_variants
+from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.planning.sizes import allocated_bytes, attention_layers, build_on_meta
 
 PAPER = "run/paper/conformal-sympow-p2-1024.yaml"
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -110,6 +113,26 @@ def test_what_is_allocated_is_what_a_model_holds(
     _, state = model.prefill(torch.zeros(1, T, dtype=torch.int64))
     allocated = size_of(dict(zip(names, values, strict=True))["allocated"])
     assert allocated == pytest.approx(num_bytes(state), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_states_of_shared_keys_have_the_planned_bytes_while_they_are_decoded(kind: str) -> None:
+    config = LanguageModelConfig(
+        attention=attention_config(kind)(),
+        layers=2,
+        width=24,
+        heads=4,
+        kv_heads=2 if groups_keys(kind) else 4,
+        head_dim=10,
+        qk_norm="head",
+        vocabulary=64,
+    )
+    layers = attention_layers(build_on_meta(config))
+    model, tokens = LanguageModel(config).bfloat16(), torch.randint(64, (1, 32))
+    _, state = model.prefill(tokens[:, :30])
+    for T in (30, 31):
+        assert num_bytes(state) == allocated_bytes(layers, T)
+        _, state = model.step(tokens[:, T], state)
 
 
 def num_bytes(state: object) -> int:

@@ -5,8 +5,8 @@ import argparse
 import pytest
 
 from longhaul.configs import ConfigError
+from longhaul.pipeline.arguments import sweep_axes
 from longhaul.pipeline.commands import train
-from longhaul.pipeline.commands.arguments import sweep_axes
 from longhaul.pipeline.runs.sweep import read_sweep
 
 

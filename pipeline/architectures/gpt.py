@@ -1,7 +1,14 @@
-"""GPT-NeoX (Black et al., 2022, arXiv:2204.06745): a parallel block with biases."""
+"""GPT-2 (Radford et al., 2019) and GPT-NeoX (Black et al., 2022, arXiv:2204.06745)."""
 
 from longhaul.modules.attention import LayerShape
-from longhaul.pipeline.architectures.architecture import Architecture, Biases, Dropout, Field, Rows
+from longhaul.pipeline.architectures.architecture import (
+    Architecture,
+    Biases,
+    Dropout,
+    Field,
+    Fixed,
+    Rows,
+)
 from longhaul.pipeline.architectures.layers import Layers
 
 GELUS = {
@@ -11,6 +18,54 @@ GELUS = {
     "gelu": "gelu_erf",
     "relu2": "relu2",
 }
+
+GPT2 = Architecture(
+    name="GPT2LMHeadModel",
+    model_type="gpt2",
+    fields=(
+        Field("vocab_size", 50257, "vocabulary"),
+        Field("n_positions", 1024, "learned_positions"),
+        Field("n_embd", 768, "width"),
+        Field("n_layer", 12, "layers"),
+        Field("n_head", 12, "heads"),
+        Field("n_inner", None, "mlp_width"),
+        Field("activation_function", "gelu_new", "mlp", GELUS),
+        Field("layer_norm_epsilon", 1e-5, "norm_eps"),
+        Field("tie_word_embeddings", True, "tied_head"),
+        Fixed("scale_attn_weights", True, True),
+        Fixed("scale_attn_by_inverse_layer_idx", False, False),
+        Fixed("reorder_and_upcast_attn", False, False, (True,)),
+        Fixed("add_cross_attention", False, False),
+        Dropout("resid_pdrop", 0.1),
+        Dropout("embd_pdrop", 0.1),
+        Dropout("attn_pdrop", 0.1),
+    ),
+    biases=("qkv", "out", "mlp", "norms"),
+    ignored_fields=(
+        *("n_ctx", "task_specific_params", "summary_type", "summary_use_proj"),
+        *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    ),
+    context=1024,
+    layers=Layers(is_rotated=False),
+    modules={
+        "transformer.wte": "embedding",
+        "transformer.wpe": "positions",
+        "transformer.ln_f": "final_norm",
+        "lm_head": "lm_head",
+    },
+    layer="transformer.h.{}",
+    layer_modules={
+        "ln_1": "attention_norm",
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.out",
+        "ln_2": "mlp_norm",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.out",
+    },
+    transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    old_prefix="transformer.",
+    ignored_tensors=r"\.attn\.(bias|masked_bias)$",
+)
 
 
 def by_heads(shape: LayerShape) -> Rows:
@@ -40,9 +95,8 @@ GPT_NEOX = Architecture(
         Dropout("attention_dropout"),
         Dropout("hidden_dropout"),
     ),
-    constants={"embedding_norm": False},
     biases=("mlp", "norms"),
-    ignored_fields=frozenset({"classifier_dropout", "is_decoder"}),
+    ignored_fields=("classifier_dropout", "is_decoder"),
     context=2048,
     layers=Layers(
         share=0.25,
@@ -64,4 +118,4 @@ GPT_NEOX = Architecture(
     },
     old_tensors={"lm_head.weight": "embed_out.weight"},
     ignored_tensors=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
-)  # fmt: skip
+)
