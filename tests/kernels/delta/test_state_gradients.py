@@ -1,4 +1,4 @@
-"""Gradients where only the state after the last token is used, as ranks that share a sequence do."""
+"""Gradients where only the last state is used, as where ranks share a sequence."""
 
 import pytest
 import torch
