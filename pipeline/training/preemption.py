@@ -44,8 +44,8 @@ def nothing_to_save() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        _end_process(f"{name} before the training began", number, EXIT_CHECKPOINTED)
+        received = signal.Signals(number)
+        _end_process(f"{received.name} before the training began", received, EXIT_CHECKPOINTED)
 
     default = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     for number in default:

@@ -42,7 +42,7 @@ def warn(run: Run) -> Warn:
 def test_a_run_that_does_what_it_seems_to_is_not_warned_of(warn: Warn) -> None:
     assert warn() == []
     # Each has one update left.
-    assert warn("optim.larger_updates=[{at_tokens: 14848, factor: 2}]") == []
+    assert warn("optim.larger_updates=[{at_tokens: 14336, factor: 2}]") == []
     assert warn("data.short_first=[{context: 32, until_tokens: 14848}]") == []
 
 
