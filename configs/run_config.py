@@ -87,7 +87,8 @@ class RunConfig:
                 "trainer.branch_from: found with optim.schedule.name "
                 f"{self.optim.schedule.name}, wanted null, or wsd, which decays last"
             )
-        if self.trainer.train_only is not None and self.trainer.start_from is None:
+        has_weights = self.trainer.start_from is not None or self.trainer.branch_from is not None
+        if self.trainer.train_only is not None and not has_weights:
             raise ValueError(
                 "trainer.start_from: missing with trainer.train_only, which would freeze random "
                 "weights; wanted a run or checkpoint"

@@ -98,6 +98,11 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "trainer.")
+        if self.start_from is not None and self.branch_from is not None:
+            raise ValueError(
+                "trainer.branch_from: found with trainer.start_from, wanted one of them: a branch "
+                "goes on with the weights of its run"
+            )
         self._check_ranks()
         self._check_strategy()
 

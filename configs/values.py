@@ -30,7 +30,7 @@ from longhaul.configs.fields import (
     with_entries,
 )
 from longhaul.configs.presets import find_preset, nearest_preset, preset_name
-from longhaul.configs.run_folders import run_folder_of
+from longhaul.configs.run_folders import has_run, run_folder_of
 from longhaul.configs.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -41,7 +41,7 @@ from longhaul.configs.schema import (
 from longhaul.configs.yaml_text import MOST_VALUES, Loader
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.files.untrusted import checked_value, one_line, read_regular, shown
-from longhaul.datamodules.urls import at_home
+from longhaul.datamodules.urls import SQLITE, at_home, begun_at
 
 _LARGEST_NUMBER = 1 << 62
 MOST_BYTES = 1 << 20
@@ -60,6 +60,11 @@ _PATHS = {
     *("root", "data.manifest", "data.validation_manifest", "data.cache_dir"),
     *("trainer.start_from", "trainer.branch_from", "tracking.uri"),
     *("slurm.container", "slurm.container_mounts"),
+}
+# Of these, the ones that begin at the folder of a run in the config there.
+_PATHS_OF_RUN = {
+    *("data.manifest", "data.validation_manifest"),
+    *("trainer.start_from", "trainer.branch_from", "tracking.uri"),
 }
 _PATH_OF_SOURCE = re.compile(r"data\.sources\..*\.(validation_)?manifest")
 
@@ -266,14 +271,17 @@ def _find(path: str | Path) -> Path:
 
 
 def _read(path: Path, sources: list[Source], below: tuple[Path, ...] = ()) -> DictConfig:
-    """The file merged over the files it inherits, in order; their paths are relative to it.
+    """The file merged over the files it inherits, in order; their names are relative to it.
 
-    In the folder of a run nothing of this machine is put into it, neither its environment nor other
-    files.
+    Paths in a file begin at the working folder, and those in the config of a run at its folder.
+    In the folder of a run nothing of this machine is put into it, neither its environment nor
+    other files.
     """
     if path.resolve() in below:
         raise ConfigError(f"{path}: inherits itself")
     raw = _load(path)
+    if below and path.name == "config.yaml" and has_run(path.parent):
+        _begin_at(path.parent, raw)
     is_foreign = not below and run_folder_of(path) is not None
     if is_foreign:
         try:
@@ -298,6 +306,16 @@ def _read(path: Path, sources: list[Source], below: tuple[Path, ...] = ()) -> Di
         merged = _merge(merged, _read(file, sources, (*below, path.resolve())))
     sources.append(Source(path, raw))
     return _merge(merged, raw)
+
+
+def _begin_at(folder: Path, values: DictConfig) -> None:
+    """Let the paths in the config of a run begin at its folder (RunFolder.record_start)."""
+    for key, value in leaves(OmegaConf.to_container(values)):
+        is_path = key in _PATHS_OF_RUN or _PATH_OF_SOURCE.fullmatch(key) is not None
+        if not is_path or not isinstance(value, str):
+            continue
+        if key != "tracking.uri" or value.startswith(SQLITE):
+            OmegaConf.update(values, key, begun_at(folder, value))
 
 
 def _load(path: Path) -> DictConfig:

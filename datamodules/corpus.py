@@ -275,11 +275,11 @@ class Corpus:
             OSError: a file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = self.load_tokenizer()
+        tokenizer = self.load_tokenizer() if with_tokenizer else None
         for name, source in self._named.items():
             place = folder / name
             place.mkdir(exist_ok=True)
-            if with_tokenizer and isinstance(tokenizer, FileTokenizer):
+            if isinstance(tokenizer, FileTokenizer):
                 write_atomically(place / self.tokenizer_name, tokenizer.content)
             source.save(place)
         if self.has_names:

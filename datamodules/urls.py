@@ -38,6 +38,13 @@ def at_home(location: str) -> str:
     return scheme + (os.path.expanduser(path) if path.startswith("~") else path)
 
 
+def begun_at(folder: str | Path, location: str) -> str:
+    """A relative path or sqlite URI as one that begins at a folder; others stay as they are."""
+    if location.startswith(SQLITE):
+        return SQLITE + begun_at(folder, location.removeprefix(SQLITE))
+    return location if is_remote(location) else os.path.join(folder, local_path(at_home(location)))
+
+
 def sibling(location: str, own_name: str, name: str) -> str:
     """The location of the file `name` in the same folder as the file `own_name` at `location`."""
     if is_remote(location):

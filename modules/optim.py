@@ -58,11 +58,7 @@ class LargerUpdateConfig:
     """Tokens trained before, rounded up to a whole number of updates."""
 
     factor: int
-    """Size in `tokens_per_update`, 2 or more, whose root the learning rate is multiplied by."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "at_tokens", least=1, prefix="optim.larger_updates.")
-        check_bounds(self, "factor", least=2, most=1 << 20, prefix="optim.larger_updates.")
+    """Size in `tokens_per_update`, 2 or more, and more than before; the rate grows by its root."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +122,18 @@ class OptimConfig:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
             )
-        starts = [one.at_tokens for one in self.larger_updates]
-        for number, (before, start) in enumerate(pairwise(starts), 1):
-            if start <= before:
-                raise ValueError(
-                    f"optim.larger_updates.{number}.at_tokens: found {start}, wanted more than the "
-                    f"{before} before it"
-                )
+        for number, one in enumerate(self.larger_updates):
+            prefix = f"optim.larger_updates.{number}."
+            check_bounds(one, "at_tokens", least=1, prefix=prefix)
+            check_bounds(one, "factor", least=2, most=1 << 20, prefix=prefix)
+        for number, pair in enumerate(pairwise(self.larger_updates), 1):
+            for key in ("at_tokens", "factor"):
+                before, found = (getattr(one, key) for one in pair)
+                if found <= before:
+                    raise ValueError(
+                        f"optim.larger_updates.{number}.{key}: found {found}, wanted more than the "
+                        f"{before} before it"
+                    )
 
     def update_factor(self, tokens: int) -> int:
         """Steps that the update counts as which begins after so many trained tokens.

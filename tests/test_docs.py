@@ -88,6 +88,12 @@ def words_of(line: str) -> list[str]:
     return shlex.split(line, comments=True)[1:]
 
 
+def make_imported_run(folder: Path) -> None:
+    """What the config in docs/export.md inherits."""
+    (folder / "runs" / "imported").mkdir(parents=True)
+    (folder / "runs" / "imported" / "config.yaml").write_text("inherits: [run/demo.yaml]\n")
+
+
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_commands_parse_and_their_configs_load(
     page: str,
@@ -97,6 +103,7 @@ def test_commands_parse_and_their_configs_load(
     parse: Callable[[list[str]], argparse.Namespace],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    make_imported_run(tmp_path)
     for block in blocks(TEXTS[page], "yaml"):
         if named := re.match(r"# (\S+\.yaml)\n", block):
             (tmp_path / named[1]).write_text(block)
@@ -192,6 +199,7 @@ def test_the_mistakes_print_what_is_shown(
 
 
 def test_pieces_of_configs_load_over_the_demo(tmp_path: Path) -> None:
+    make_imported_run(tmp_path)
     for text in TEXTS.values():
         for block in blocks(text, "yaml"):
             file = tmp_path / "piece.yaml"

@@ -139,6 +139,8 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
     lines = _tail(folder / "logs" / "metrics.jsonl")
     finished, damage = _finished(folder)
     if job is None or job.is_over:
+        if finished is not None and finished.is_imported:
+            return ["imported", *["-"] * 6, _checkpoint(folder)]
         state = damage or ("finished" if finished else _folder_state(folder, lines))
         # Slurm may know more: a time limit, a node that failed. But its FAILED says less than
         # "stopped": it only means that the run stopped and was not requeued.

@@ -11,6 +11,7 @@ from longhaul.pipeline.arguments import (
 )
 from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
+from longhaul.pipeline.training.preemption import nothing_to_save
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    with nothing_to_save():
+        return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
     axes = sweep_axes(args)
     if axes or args.parallel != 1:
         return _train_sweep(args, axes)

@@ -98,7 +98,8 @@ def _check_options_are_read(names: Sequence[str], options: Mapping[str, Any]) ->
             option = "--" + field.replace("_", "-")
             if f"{field}s" in TASKS[others[0]].options:
                 raise ValueError(
-                    f"{option}: found with the task {others[0]}, wanted {option}s, which it reads"
+                    f"{option}: found with {','.join(names)}, wanted {option}s for {others[0]}, or "
+                    "a command for each"
                 )
             raise ValueError(
                 f"{option}: found with {others[0]}, which does not read it; wanted other tasks"

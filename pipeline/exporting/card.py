@@ -1,5 +1,6 @@
 """The model card: the model, its data and training, and its evaluations."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.plain_text import plain
 from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
@@ -23,7 +25,7 @@ tags: [longhaul, {tags}]
 
 # {name}
 
-A causal language model of {parameters:,} parameters, trained with longhaul.
+A causal language model of {parameters:,} parameters, {made}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,8 +37,7 @@ text = model.generate(**prompt, max_new_tokens=64)[0]
 print(tokenizer.decode(text, skip_special_tokens=True))
 ```
 
-It needs torch and transformers 5. In training every sequence began with the token {bos}:
-{begins}.
+It needs torch and transformers 5. {begins}.
 
 ## Model
 
@@ -60,6 +61,11 @@ It needs torch and transformers 5. In training every sequence began with the tok
 
 {evaluation}
 """
+# What other rows show, and what the weights no longer depend on.
+_SHOWN_ELSEWHERE = (
+    *("attention", "layer_attention", "layers", "width", "heads", "vocabulary"),
+    "init",
+)
 
 
 def write_card(
@@ -87,7 +93,8 @@ def write_card(
         adds_bos: whether the exported tokenizer puts bos before a text.
         brings_code: whether the folder holds the model's code.
     """
-    rows = _rows(run, config, checkpoint, state, corpus)
+    imported = None if state.progress.step else str(corpus.origin.get("imported", "unknown"))
+    rows = _rows(run, config, checkpoint, state, corpus, imported)
     trust = ", trust_remote_code=True"
     text = _TEXT.format(
         model_code=trust if brings_code else "",
@@ -95,8 +102,8 @@ def write_card(
         tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
         name=_escaped(config.name),
         parameters=parameters,
-        bos=corpus.bos_id,
-        begins="the tokenizer puts it before a text" if adds_bos else "put it before every text",
+        made="trained with longhaul" if imported is None else f"imported from {_escaped(imported)}",
+        begins=_begins(corpus.bos_id, adds_bos=adds_bos, is_imported=imported is not None),
         evaluation=_evaluation(run, checkpoint),
         **{
             name: "\n".join(f"| {key} | {_escaped(value)} |" for key, value in table.items())
@@ -106,16 +113,57 @@ def write_card(
     (folder / "README.md").write_text(text)
 
 
+def _begins(bos: int, *, adds_bos: bool, is_imported: bool) -> str:
+    """What stands before a text. Of weights that others have trained, the tokenizer alone tells."""
+    if is_imported:
+        return f"The tokenizer puts {f'the token {bos}' if adds_bos else 'nothing'} before a text"
+    what = "the tokenizer puts it before a text" if adds_bos else "put it before every text"
+    return f"In training every sequence began with the token {bos}:\n{what}"
+
+
 def _rows(
     run: RunFolder,
     config: RunConfig,
     checkpoint: Path,
     state: TrainingState,
     corpus: Corpus,
+    imported: str | None,
 ) -> dict[str, dict[str, object]]:
-    """The rows of the tables of model, data and training."""
+    """The rows of the tables of model, data and training.
+
+    Of weights that were imported, the config says only what their folder did.
+    """
     model, trainer, optim = config.model, config.trainer, config.optim
     progress, steps = state.progress, ", ".join(f"{step:,}" for step in state.averaged_steps)
+    tokenizer = f"{corpus.tokenizer_name}, sha256 {corpus.tokenizer_sha256}"
+    context = f"{config.data.context:,} tokens"
+    of_run, commit = f"{config.name}, {checkpoint.name}", f"longhaul {_commit(run)}"
+    if imported is not None:
+        data: dict[str, object] = {"tokenizer": tokenizer, "tokens": "unknown"}
+        training: dict[str, object] = {
+            "weights": f"imported from {imported}; how they were trained is unknown",
+            "run": of_run,
+            "context": context,
+            "commit": commit,
+        }
+    else:
+        data = {
+            "tokenizer": tokenizer,
+            "tokens": f"{corpus.num_tokens:,} in {corpus.num_blocks:,} blocks",
+            "source": json.dumps(corpus.origin),
+        }
+        training = {
+            "run": of_run,
+            "budget": f"{progress.tokens:,} of {trainer.max_tokens:,} tokens, "
+            f"{progress.step:,} updates of {optim.tokens_per_update:,}",
+            **({"weights": f"the mean of those after the updates {steps}"} if steps else {}),
+            "context": context,
+            "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, "
+            f"{optim.schedule.name} schedule",
+            "precision": trainer.precision,
+            "seed": trainer.seed,
+            "commit": commit,
+        }
     return {
         "model": {
             "variant": ", ".join(model.kinds),
@@ -125,24 +173,21 @@ def _rows(
             },
             "layers, width, heads": f"{model.layers}, {model.width}, {model.heads}",
             "rows of the embedding": f"{model.vocabulary:,}",
+            **_shape_keys(model),
         },
-        "data": {
-            "tokenizer": f"{corpus.tokenizer_name}, sha256 {corpus.tokenizer_sha256}",
-            "tokens": f"{corpus.num_tokens:,} in {corpus.num_blocks:,} blocks",
-            "source": json.dumps(corpus.origin),
-        },
-        "training": {
-            "run": f"{config.name}, {checkpoint.name}",
-            "budget": f"{progress.tokens:,} of {trainer.max_tokens:,} tokens, "
-            f"{progress.step:,} updates of {optim.tokens_per_update:,}",
-            **({"weights": f"the mean of those after the updates {steps}"} if steps else {}),
-            "context": f"{config.data.context:,} tokens",
-            "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, "
-            f"{optim.schedule.name} schedule",
-            "precision": trainer.precision,
-            "seed": trainer.seed,
-            "commit": f"longhaul {_commit(run)}",
-        },
+        "data": data,
+        "training": training,
+    }
+
+
+def _shape_keys(model: LanguageModelConfig) -> dict[str, object]:
+    """The keys of the model's shape that do not have their defaults."""
+    return {
+        one.name: value if isinstance(value, str) else json.dumps(value)
+        for one in dataclasses.fields(model)
+        if one.name not in _SHOWN_ELSEWHERE
+        for value in (getattr(model, one.name),)
+        if value != one.default
     }
 
 

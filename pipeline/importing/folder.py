@@ -24,6 +24,7 @@ from longhaul.pipeline.runs.exported import (
     exported_context,
     exported_model,
     exported_tokenizer,
+    exported_type,
     read_weights,
 )
 from longhaul.pipeline.runs.folder import RunFolder
@@ -67,7 +68,7 @@ def import_folder(source: str | Path, destination: str | Path) -> Path:
         )
     with atomic_folder(target) as temporary:
         run = RunFolder(temporary)
-        corpus = _write_tokenizer(run.data / "train", tokenizer, context)
+        corpus = _write_tokenizer(run.data / "train", tokenizer, context, exported_type(folder))
         run.record_start(_config(target, model, context, run.data / "train"))
         checkpoint = _write_checkpoint(run.checkpoints, folder, model, corpus)
         # With its budget, since there are no moments to go on with.
@@ -87,7 +88,7 @@ def _config(target: Path, model: LanguageModelConfig, context: int, data: Path) 
     )
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> Corpus:
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int, model_type: str) -> Corpus:
     """The corpus of a block of bos tokens, with the tokenizer beside it."""
     folder.mkdir(parents=True)
     if isinstance(tokenizer, FileTokenizer):
@@ -100,7 +101,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> Corpus
         **tokenizer.identity,
         document_tokens=context,
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        source={"imported": "the data of its training are unknown"},
+        source={"imported": model_type, "data": "those of its training are unknown"},
         shards=(entry,),
         location=str(folder),
     )

@@ -14,6 +14,11 @@ class Finished:
     tokens: Count
     is_tracked: bool  # whether everything has been uploaded to MLflow
 
+    @property
+    def is_imported(self) -> bool:
+        """Whether the run has no update, but weights that others have trained."""
+        return self.step == 0
+
 
 def read_done(file: Path) -> Finished | None:
     """How a run finished, None without the file. ValueError if it holds something else."""

@@ -112,7 +112,7 @@ def is_exported(path: str | Path) -> bool:
 
 def exported_model(folder: Path) -> LanguageModelConfig:
     """The model that an exported folder describes. Raises ValueError for any other folder."""
-    what = f"{folder / 'config.json'}: not the config of an exported model"
+    what = folder / "config.json"
     content, architecture = _config_in(folder)
     values = parse_json(_ExportedConfig if architecture is None else _Described, content, what)
     try:
@@ -132,16 +132,23 @@ def exported_model(folder: Path) -> LanguageModelConfig:
 def _config_in(folder: Path) -> tuple[bytes, Architecture | None]:
     """The content of a folder's config.json, and its architecture, None for longhaul's own code."""
     path = folder / "config.json"
-    what = f"{path}: not the config of an exported model"
     try:
         content = read_regular(path, _MOST_BYTES)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{what}: {one_line(error)}") from error
-    kind = parse_json(_Described, content, what).model_type
+        raise ValueError(f"{path}: {one_line(error)}") from error
+    kind = parse_json(_Described, content, path).model_type
     if kind != "longhaul" and kind not in ARCHITECTURES:
         wanted = ", ".join(["longhaul", *ARCHITECTURES])
-        raise ValueError(f"{what}: model_type: found {shown(kind)}, wanted one of {wanted}")
+        raise ValueError(
+            f"{path}: model_type: found {shown(kind)}, wanted one that longhaul can read: {wanted}"
+        )
     return content, ARCHITECTURES.get(kind)
+
+
+def exported_type(folder: Path) -> str:
+    """The `model_type` of an exported folder."""
+    _, architecture = _config_in(folder)
+    return "longhaul" if architecture is None else architecture.model_type
 
 
 def exported_context(folder: Path) -> int:

@@ -106,6 +106,7 @@ def config_warnings(
             f"{config.trainer.max_tokens:,} tokens begins within the warm-up of "
             f"{schedule.warmup_tokens:,}; the learning rate never reaches its peak"
         )
+    yield from _late_settings(config)
     yield from _stage_warnings(config, data)
     validation = data.validation_corpus
     if validation is None:
@@ -125,6 +126,23 @@ def config_warnings(
                 f"{key_of(name, 'validation_manifest')}: {corpus.location} is of another corpus "
                 f"than {key_of(name, 'manifest')}, {train.location}"
             )
+
+
+def _late_settings(config: RunConfig) -> Iterator[str]:
+    """A line for each change that no update of the budget is left for."""
+    entries = {
+        "optim.larger_updates": ("at_tokens", config.optim.larger_updates),
+        "data.schedule": ("at_tokens", config.data.schedule),
+        "data.short_first": ("until_tokens", config.data.short_first),
+    }
+    for key, (name, changes) in entries.items():
+        for number, change in enumerate(changes):
+            tokens = getattr(change, name)
+            if config.optim.num_steps(tokens) >= config.num_updates:
+                yield (
+                    f"{key}.{number}.{name}: the budget of {config.trainer.max_tokens:,} tokens "
+                    f"has no update after {tokens:,}; what was to change there does not"
+                )
 
 
 def _stage_warnings(config: RunConfig, data: TokenDataModule) -> Iterator[str]:

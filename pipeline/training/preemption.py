@@ -11,8 +11,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -34,6 +34,27 @@ EXIT_CHECKPOINTED = 75
 _DEFAULT_TRACED_UPDATES, _MAX_TRACED_UPDATES = 3, 100
 # So much of a request is read.
 _MOST_REQUEST_BYTES = 64
+
+
+@contextmanager
+def nothing_to_save() -> Iterator[None]:
+    """Context of the imports and checks before StopRequests, in which a signal ends the process.
+
+    Its status asks to run the command again, as where something is saved.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        _end_process(f"{received.name} before the training began", received, EXIT_CHECKPOINTED)
+
+    default = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in default:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in default:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class _RequestFile:

@@ -332,6 +332,12 @@ def _finished(config: RunConfig, folder: RunFolder, *, is_first: bool) -> Finish
 
 def _show_finished(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
     """Say that the run is finished, and send MLflow what it has not got."""
+    if finished.is_imported:
+        print(
+            f"run {folder.path} holds imported weights and trains nothing; a new run continues "
+            f"them with trainer.start_from={folder.path}"
+        )
+        return
     if not finished.is_tracked:
         _upload_rest(config, folder, finished)
     print(f"run {folder.path} is finished: {finished.tokens:,} tokens")

@@ -38,6 +38,25 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
     assert (config.name, config.trainer.seed, config.trainer.max_tokens) == ("b", 1, 8)
 
 
+def test_paths_of_an_inherited_run_begin_at_its_folder(tmp_path: Path) -> None:
+    run, child = tmp_path / "runs" / "a", tmp_path / "child.yaml"
+    run.mkdir(parents=True)
+    (run / "DONE").touch()
+    (run / "config.yaml").write_text(
+        "inherits: [run/demo.yaml]\ndata: {manifest: data/train, validation_manifest: s3://a/b}\n"
+        "trainer: {start_from: /c}\ntracking: {uri: sqlite:///../../mlflow.db}"
+    )
+    child.write_text("inherits: [runs/a/config.yaml]\nname: b")
+    config = load_run_config(child, ["data.cache_dir=d"])
+    assert config.data.manifest == f"{run}/data/train"
+    assert config.data.validation_manifest == "s3://a/b"
+    assert config.trainer.start_from == "/c"
+    assert config.tracking.uri == f"sqlite:///{run}/../../mlflow.db"
+    # Those of any other file begin at the working folder.
+    (run / "DONE").unlink()
+    assert load_run_config(child, ["data.cache_dir=d"]).data.manifest == "data/train"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -67,6 +86,10 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("data.context=null", "data.context: "),
         ("trainer.strategy=dp", "trainer.strategy: found 'dp', wanted 'single', 'ddp', 'fsdp' or"),
         ("trainer.devices=2", "trainer.strategy: found single with 2 processes, wanted ddp"),
+        (
+            "trainer={start_from: a, branch_from: b}",
+            "trainer.branch_from: found with trainer.start_from, wanted one of them",
+        ),
         ("name=a/b", "name: found 'a/b'"),
         ("tracking.uri=file:///x", "tracking.uri: found 'file:///x'"),
         ("tracking.uri=sqlite:////me/.bashrc?.db", "tracking.uri: found 'sqlite:////me/.bashrc"),

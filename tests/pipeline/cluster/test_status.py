@@ -176,12 +176,13 @@ def test_a_run_that_never_began_or_is_damaged_leaves_the_others(
     (tmp_path / "no-run").mkdir()
     (_make(tmp_path / "e", _update(3)) / "DONE").write_text("not json")
     (_make(tmp_path / "f") / "DONE").write_text('{"step": 99, "tokens": 99, "is_tracked": true}')
+    (_make(tmp_path / "g") / "DONE").write_text('{"step": 0, "tokens": 64, "is_tracked": true}')
     rows = status(tmp_path)
     assert [rows[name]["state"] for name in "abd"] == ["not started", "stopped", "not started"]
     assert rows["c"]["state"].startswith("cannot be read")
-    assert rows.keys() == set("abcdef")
-    told = [(rows[name]["state"], rows[name]["step"]) for name in "ef"]
-    assert told == [("DONE is damaged", "3/100"), ("finished", "99/100")]
+    assert rows.keys() == set("abcdefg")
+    told = [(rows[name]["state"], rows[name]["step"]) for name in "efg"]
+    assert told == [("DONE is damaged", "3/100"), ("finished", "99/100"), ("imported", "-")]
     assert (rows["d"]["job"], rows["d"]["restarts"]) == ("1", "-")
 
 

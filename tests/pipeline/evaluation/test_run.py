@@ -266,7 +266,7 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
         (["evaluate", "small.yaml"], "small.yaml: found a config, wanted a run folder"),
         (
             ["evaluate", "small", "--tasks", "bigram,context", "--context", "64"],
-            "--context: found with the task context, wanted --contexts, which it reads",
+            "--context: found with bigram,context, wanted --contexts for context, or a command for",
         ),
         (
             ["evaluate", "small", "--tasks", "bigram", "--context", "32,64"],

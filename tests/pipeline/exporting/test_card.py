@@ -16,7 +16,8 @@ SHOWN = r"a\`b\|c \<b\>\\n\# \[d\](e) \\x1b\[2J\&lt; \_\_f\_\_ g_h"
 
 
 def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
-    config = dataclasses.replace(load_run_config("run/demo.yaml"), name="a`b <b>")
+    overrides = ["model.norm=rms", "model.kv_heads=1", "model.qk_norm=head"]
+    config = dataclasses.replace(load_run_config("run/demo.yaml", overrides), name="a`b <b>")
     corpus: Any = SimpleNamespace(
         tokenizer_name=HOSTILE,
         tokenizer_sha256=HOSTILE,
@@ -45,5 +46,9 @@ def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
     assert "\n# a\\`b \\<b\\>\n" in card
     assert f"| tokenizer | {SHOWN}, sha256 {SHOWN} |" in card
     assert rf"| step-1-\`x\| | {SHOWN} | 1.5 |" in card
+    assert "| qk_norm | head |\n" in card
+    assert "| kv_heads | 1 |\n" in card
+    assert "| norm | rms |\n" in card
+    assert "| norm_eps |" not in card
     assert "<b" not in card.replace(r"\<b", "")
     assert "\x1b" not in card

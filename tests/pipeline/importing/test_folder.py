@@ -99,9 +99,18 @@ def test_commands_take_the_run(make_run: Callable[[int], Run], tmp_path: Path) -
         "transformers loads it as GPTNeoXForCausalLM"
         in run.longhaul("export", "imported", "exported").stdout
     )
-    again = run.longhaul("train", "imported/config.yaml", check=False)
-    assert "finished" in again.stdout + again.stderr
-    assert again.returncode == 0, again.stderr
+    card = (run.path / "exported" / "README.md").read_text()
+    assert "parameters, imported from gpt_neox." in card
+    assert "The tokenizer puts the token 256 before a text." in card
+    assert "| weights | imported from gpt_neox; how they were trained is unknown |" in card
+    assert "| embedding_norm | false |" in card
+    for untrue in ("trained with", "In training", "optimizer", "seed", "budget"):
+        assert untrue not in card
+    again = run.longhaul("train", "imported/config.yaml")
+    assert again.stdout == (
+        f"run {run.path}/imported holds imported weights and trains nothing; a new run continues "
+        f"them with trainer.start_from={run.path}/imported\n"
+    )
 
 
 def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(

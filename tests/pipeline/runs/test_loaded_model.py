@@ -59,7 +59,7 @@ def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
     config = json.loads((exported / "config.json").read_bytes())
     config["longhaul"]["attention"]["degree"] = "two"
     (exported / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config\.json: not the config of an exported model"):
+    with pytest.raises(ValueError, match=r"config\.json: .*degree"):
         longhaul.load(exported)
     config["longhaul"]["attention"]["degree"] = 2
     config["vocab_size"] = 64

@@ -138,17 +138,21 @@ def test_a_tokenizer_file_travels_with_the_run(
     from tokenizers import Tokenizer, models
 
     from longhaul.datamodules.config import DataConfig
-    from longhaul.pipeline.runs.data import record_data, training_corpus
+    from longhaul.pipeline.runs.data import copy_records, record_data, training_corpus
 
     vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
     Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "text.txt").write_text("ab" * 64)
-    options = ["--doc-tokens", "16", "--validation-fraction", "0"]
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("ab" * 64)
+    options = ["--doc-tokens", "16", "--validation-fraction", "0.5"]
     options += ["--tokenizer", str(tmp_path / "tokenizer.json")]
     monkeypatch.chdir(tmp_path)
-    assert main(["prepare", "text", "text.txt", "shards", *options]) == 0
-    folder = RunFolder(tmp_path / "run")
-    record_data(folder, DataConfig(manifest=f"{tmp_path}/shards/train", context=16))
+    assert main(["prepare", "text", *(f"{n}.txt" for n in range(4)), "shards", *options]) == 0
+    folder, copy = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "copy")
+    places = {"manifest": "shards/train", "validation_manifest": "shards/validation"}
+    record_data(folder, DataConfig(**places, context=16))  # type: ignore[arg-type]
     shutil.rmtree(tmp_path / "shards")
-    corpus = training_corpus(folder, None)  # type: ignore[arg-type]
+    copy_records(folder, copy)
+    assert (copy.data / "validation" / "manifest.json").exists()
+    corpus = training_corpus(copy, None)  # type: ignore[arg-type]
     assert corpus.load_tokenizer().decode([1]) == "b"

@@ -41,6 +41,9 @@ def warn(run: Run) -> Warn:
 
 def test_a_run_that_does_what_it_seems_to_is_not_warned_of(warn: Warn) -> None:
     assert warn() == []
+    # Each has one update left.
+    assert warn("optim.larger_updates=[{at_tokens: 14336, factor: 2}]") == []
+    assert warn("data.short_first=[{context: 32, until_tokens: 14848}]") == []
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,15 @@ def test_a_run_that_does_what_it_seems_to_is_not_warned_of(warn: Warn) -> None:
         (
             ["data.validation_tokens=1000000"],
             r"data.validation_tokens: .* has [\d,]+ of the 1,000,",
+        ),
+        (
+            ["optim.larger_updates=[{at_tokens: 15000, factor: 2}]"],
+            "optim.larger_updates.0.at_tokens: the budget of 15,360 tokens has no update after "
+            "15,000; what was to change there does not",
+        ),
+        (
+            ["data.short_first=[{context: 8, until_tokens: 9k}, {context: 32, until_tokens: 2M}]"],
+            "data.short_first.1.until_tokens: the budget of 15,360 tokens has no update after 2,",
         ),
     ],
 )

@@ -181,6 +181,19 @@ def test_a_signal_to_the_whole_job_step_ends_no_compiler(tmp_path: Path) -> None
 
 
 @pytest.mark.wide
+def test_a_signal_before_the_training_asks_to_run_it_again(
+    run: Run, fork: Callable[..., Any]
+) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from longhaul.pipeline.cli import main\n"
+        "from longhaul.pipeline.runs import folder\n"
+        "folder.load_run = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(main(['train', 'small.yaml']))\n"
+    )
+    assert fork(code, run.path).end() == (75, "longhaul: SIGTERM before the training began\n")
+
+
 def test_a_run_whose_terminal_is_closed_saves(run: Run) -> None:
     train = [sys.executable, TRACED, "train", "small.yaml", "checkpoint.every_tokens=1000000"]
     pid, terminal = pty.fork()
