@@ -137,4 +137,4 @@ class Chunks:
 
     def _per_chunk(self, x: Tensor) -> Tensor:
         """(X, …) as (M, R, …)."""
-        return x.unflatten(0, (self.num_chunks, -1))
+        return x.unflatten(0, (self.num_chunks, -1))  # type: ignore[no-any-return]

@@ -42,13 +42,20 @@ class Tree:
 
     @staticmethod
     def gradient(levels: list[Halves], from_start: Tensor, to_end: Tensor) -> Tensor:
-        """Gradient of the gates from those of the sums; the last two are spent."""
-        for size, later, earlier in reversed(levels):
+        """Gradient of the gates from those of the sums; the last two are spent.
+
+        There are no levels where no scores of pairs were used.
+        """
+        size = from_start.shape[1] // 2
+        while size:
             start, end = (_in_halves(x, size) for x in (from_start, to_end))
             start[:, :, 0, -1] += start[:, :, 1].sum(dim=2)
             start[:, :, 1, -1] += end[:, :, 0].sum(dim=2)
-            start[:, :, 1] += later
-            end[:, :, 0] += earlier
+            if levels:
+                _, later, earlier = levels.pop()
+                start[:, :, 1] += later
+                end[:, :, 0] += earlier
+            size //= 2
         return from_start
 
 
@@ -93,10 +100,11 @@ class ScalarDecays:
         start, end = (x.sum(dim=2, keepdim=True) for x in (from_start, to_end))
         start[:, -1:] += total.sum(dim=2, keepdim=True)
         levels = []
-        for size in self._sizes:
-            assert self._gradient is not None
-            pairs = _lower_left(self._gradient, size)
-            levels.append(Halves(size, pairs.sum(dim=3, keepdim=True), pairs.sum(dim=2)[..., None]))
+        if self._gradient is not None:
+            for size in self._sizes:
+                pairs = _lower_left(self._gradient, size)
+                earlier = pairs.sum(dim=2)[..., None]
+                levels.append(Halves(size, pairs.sum(dim=3, keepdim=True), earlier))
         return Tree.gradient(levels, start, end)
 
 
@@ -156,7 +164,7 @@ class ChannelDecays:
 
 def _in_halves(x: Tensor, size: int) -> Tensor:
     """(X, C, D) as (X, blocks, 2 halves, tokens of a half, D), a view."""
-    return x.unflatten(1, (-1, 2, size))
+    return x.unflatten(1, (-1, 2, size))  # type: ignore[no-any-return]
 
 
 def _lower_left(x: Tensor, size: int) -> Tensor:

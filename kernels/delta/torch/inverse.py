@@ -35,7 +35,8 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
 
 
 def _substituted(a: Tensor, unit: Tensor) -> Tensor:
-    return torch.linalg.solve_triangular(a, unit.expand_as(a), upper=False, unitriangular=True)
+    x: Tensor = torch.linalg.solve_triangular(a, unit.expand_as(a), upper=False, unitriangular=True)
+    return x
 
 
 def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
