@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-_CHUNK = 64  # tokens
+# Of 16, 32 and 64 tokens the fastest in torch on a CPU with AVX-512, forward and backward, for K =
+# V = 64 and 128: shorter chunks have fewer pairs, longer ones fewer steps of the state.
+_CHUNK = 32
 
 
 def choose_chunk_size(T: int) -> int:

@@ -74,9 +74,7 @@ def delta_rule(
     Source: README.md in this folder derives every form; the code cites its equation numbers.
     """
     check_tensors(q, k, v, beta, log_g)
-    check_chunk_size(chunk_size)
-    if chunk_size is not None and chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size: found {chunk_size}, wanted a power of two")
+    _check_chunk_size(chunk_size)
     check_scale(scale)
     check_flags(output_final_state=output_final_state)
     if form not in get_args(Form):
@@ -154,6 +152,39 @@ def delta_rule_step(
     if inplace and after is not state:
         after = state.copy_(after)
     return out, after
+
+
+def state_alone(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_g: Tensor | None,
+    state: Tensor,
+    *,
+    chunk_size: int | None,
+    backend: Backend,
+) -> Tensor:
+    """The final state of `delta_rule` on checked tensors, without reading it for any token."""
+    _check_chunk_size(chunk_size)
+    if _resolve(backend, k.device) == "reference":
+        with torch.autocast(k.device.type, enabled=False):
+            # A state does not depend on queries.
+            return delta_rule_reference(k, k, v, beta, log_g, state, scale=1.0)[1]
+    call = DeltaCall(
+        scale=1.0,
+        chunk_size=choose_chunk_size(k.shape[1]) if chunk_size is None else chunk_size,
+        output_final_state=True,
+        keeps_states=_any_needs_gradient(k, v, beta, log_g, state),
+    )
+    _, after = library.run(call, Inputs(k, v, None, beta, log_g, state, None))
+    assert after is not None
+    return after
+
+
+def _check_chunk_size(chunk_size: int | None) -> None:
+    check_chunk_size(chunk_size)
+    if chunk_size is not None and chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: found {chunk_size}, wanted a power of two")
 
 
 def _resolve(backend: Backend, device: torch.device) -> Literal["reference", "torch"]:

@@ -30,7 +30,7 @@ def run() -> None:
         "(C + 1) (K + V) FLOPs per token and head, P = 2,080), divided by those of a "
         f"{_SQUARE:,} x {_SQUARE:,} matrix product in the same row's rounds."
     )
-    _print_row("tokens", "pass", "sdpa ms", "chunked ms", "ratio", "of matmul")
+    print_row("tokens", "pass", "sdpa ms", "chunked ms", "ratio", "of matmul")
     ratios = {}
     for T in _TOKENS:
         for with_backward in (False, True):
@@ -45,15 +45,15 @@ def run() -> None:
 def _compare_forms(device: torch.device) -> None:
     """From which length the chunked form is faster: as measured, and by the cost model."""
     print("forward + backward of both forms:")
-    _print_row("tokens", "attention ms", "chunked ms")
+    print_row("tokens", "attention ms", "chunked ms")
     measured, predicted = [], []
     for T in _TOKENS_OF_FORMS:
         calls = {
             "attention": training_call("longhaul", _shape(T, device, "attention"), device),
             "chunked": training_call("longhaul", _shape(T, device), device),
         }
-        best = _best_seconds(calls, True, device)
-        _print_row(f"{T:,}", *(f"{1e3 * seconds:,.1f}" for seconds in best.values()))
+        best = best_seconds(calls, True, device)
+        print_row(f"{T:,}", *(f"{1e3 * seconds:,.1f}" for seconds in best.values()))
         if best["chunked"] <= best["attention"]:
             measured.append(T)
         if choose_form(T, _WIDTH, _WIDTH, _DEGREE, own_backend(device)) == "chunked":
@@ -73,12 +73,12 @@ def _beside_softmax(T: int, with_backward: bool, device: torch.device) -> float:
         "sdpa": training_call("sdpa", _shape(T, device), device),
         "chunked": training_call("longhaul", _shape(T, device), device),
     }
-    best = _best_seconds(calls, with_backward, device)
+    best = best_seconds(calls, with_backward, device)
     C = choose_chunk_size(T, _WIDTH, _WIDTH, _DEGREE, own_backend(device))
     flops = _HEADS * power_flops(T, _WIDTH, _WIDTH, _DEGREE, "chunked", C)
     rate = flops / best["chunked"] / (2 * _SQUARE**3 / best["matmul"])
     ratio = best["sdpa"] / best["chunked"]
-    _print_row(
+    print_row(
         f"{T:,}",
         "fwd + bwd" if with_backward else "fwd",
         f"{1e3 * best['sdpa']:,.1f}",
@@ -97,7 +97,7 @@ def _shape(T: int, device: torch.device, form: Form = "chunked") -> Shape:
     return Shape(T=T, H=_HEADS, K=_WIDTH, degree=_DEGREE, form=form, dtype=_dtype(device))
 
 
-def _best_seconds(
+def best_seconds(
     calls: dict[str, Timed], with_backward: bool, device: torch.device
 ) -> dict[str, float]:
     """The least seconds of each call. Calls take turns, so that a noisy minute affects all."""
@@ -120,5 +120,5 @@ def _best_seconds(
     return best
 
 
-def _print_row(*cells: str) -> None:
+def print_row(*cells: str) -> None:
     print("  ".join(f"{cell:>12}" for cell in cells), flush=True)

@@ -10,6 +10,7 @@ _CONFIG = "run/demo.yaml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benchmarks = parser.add_subparsers(dest="what", required=True)
     benchmarks.add_parser("kernels", help="power attention against fused softmax attention")
+    benchmarks.add_parser("delta", help="the delta rule against plain torch with autograd")
     benchmarks.add_parser("data", help="longhaul's token stream against stock webdataset")
     masks = benchmarks.add_parser(
         "masks", help="updates with documents that do not see each other, against whole rows"
@@ -47,6 +48,10 @@ def main(args: argparse.Namespace) -> int:
         from longhaul.pipeline.benchmarks import kernels
 
         kernels.run()
+    elif args.what == "delta":
+        from longhaul.pipeline.benchmarks import delta
+
+        delta.run()
     elif args.what == "data":
         from longhaul.pipeline.benchmarks import data
 

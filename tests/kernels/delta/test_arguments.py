@@ -96,7 +96,7 @@ def test_flops_are_those_of_every_product(erases: bool) -> None:
 
 
 def test_chunks_are_no_longer_than_needed() -> None:
-    assert [choose_chunk_size(T) for T in (1, 2, 3, 17, 10**6)] == [1, 2, 4, 32, 64]
+    assert [choose_chunk_size(T) for T in (1, 2, 3, 9, 10**6)] == [1, 2, 4, 16, 32]
 
 
 def test_size_of_a_state() -> None:

@@ -66,6 +66,25 @@ def test_a_split_changes_nothing(gates: str, how: dict[str, Any]) -> None:
         assert close(after, wanted[1])
 
 
+@per_gate
+@pytest.mark.parametrize("erases", [False, True])
+def test_gradients_of_the_state_alone(gates: str, erases: bool) -> None:
+    """As where the last tokens of a document have no loss: no gradient of the output comes back."""
+    x = inputs(40, gates=gates)
+
+    def gradients(**how: Any) -> tuple[Tensor, ...]:
+        leaves = [one.detach().requires_grad_() for one in x]
+        q, k, v, beta, log_g = leaves
+        beta_or_none = beta if erases else None
+        _, state = delta_rule(q, k, v, beta_or_none, log_g, output_final_state=True, **how)
+        assert state is not None
+        used = [k, v, log_g, *([beta] if erases else [])]
+        return torch.autograd.grad(state.sin().sum(), used)
+
+    wanted = gradients(backend="reference")
+    assert all(close(*pair) for pair in zip(gradients(chunk_size=CHUNK), wanted, strict=True))
+
+
 def lengths() -> list[int]:
     """Every length from 1 to a chunk and a token, in an order in which chunks hold several."""
     return [
