@@ -97,11 +97,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 POWER = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
+# The defaults of each kind with every packing, and each of its options with one of them in turn.
 LAYERS = {
     f"{kind} {options or ''} {packing}": (kind, options, offsets)
     for kind in POWER
-    for options in OPTIONS.get(kind, [{}, LEARNED])
-    for packing, offsets in PACKINGS.items()
+    for number, options in enumerate(OPTIONS.get(kind, [{}, LEARNED]))
+    for turn, (packing, offsets) in enumerate(PACKINGS.items())
+    if not options or turn == number % len(PACKINGS)
 }
 MODELS: dict[str, dict[str, Any]] = {
     "model": {},
