@@ -75,14 +75,15 @@ def test_forward_equals_the_explicit_attention_matrix(
     assert_same(attention(x, keep_state=False)[0], attention.read_out(x, mixed))
 
 
-@pytest.mark.parametrize("split", [1, 50, 99])
 @every_case_and_learned
-def test_state_carries_over_any_split(kind: str, options: dict[str, object], split: int) -> None:
+def test_state_carries_over_any_split(kind: str, options: dict[str, object]) -> None:
     attention, x = build(kind, options), tokens(100)
     whole, _ = attention(x)
-    first, state = attention(x[:, :split])
-    second, _ = attention(x[:, split:], state)
-    assert_same(torch.cat([first, second], 1), whole)
+    state, outputs = None, []
+    for part in x.split([1, 49, 49, 1], dim=1):
+        y, state = attention(part, state)
+        outputs.append(y)
+    assert_same(torch.cat(outputs, 1), whole)
 
 
 @every_case_and_learned
@@ -118,8 +119,7 @@ def test_rows_of_different_lengths_go_on_together(kind: str, options: dict[str, 
 def test_batch_rows_are_independent(kind: str, options: dict[str, object]) -> None:
     attention, x = build(kind, options), tokens(63, batch=3)
     whole, _ = attention(x, keep_state=False)
-    for row in range(3):
-        assert_same(attention(x[row : row + 1], keep_state=False)[0], whole[row : row + 1])
+    assert_same(attention(x[1:2], keep_state=False)[0], whole[1:2])
 
 
 @power_cases

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longhaul.modules.attention import Attention, LayerShape, attention_config
 
-HEADS, T = 2, 19  # heads are 8 wide
+HEADS, T = 2, 11  # heads are 8 wide
 SYMPOW = ["sympow", "sympow_gated", "sympow_rotary", "conformal_sympow"]
 GENERATORS = ["additive", "product", "full"]
 INITIAL_STATE = pytest.mark.parametrize("initial_state", ["zero", "learned"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from longhaul.modules.attention import Attention, LayerShape, attention_config
 from longhaul.modules.rotary import RotaryScaling
 
-D, H, G, K, T = 20, 4, 2, 6, 13
+D, H, G, K, T = 20, 4, 2, 6, 9
 
 
 def build(kind: str, *, norm: str, offset: bool = False, **options: object) -> Attention:

@@ -118,11 +118,13 @@ KINDS = [kind for kind in registered_variants() if kind != "power_delta"]
 POWER = [kind for kind in KINDS if issubclass(attention_config(kind), PowerConfig)]
 CHUNKED = [kind for kind in KINDS if issubclass(attention_config(kind), (PowerConfig, DeltaConfig))]
 OPTIONS = {kind: [{}, LEARNED] for kind in POWER} | OPTIONS
+# The defaults of each kind with every packing, and each of its options with one of them in turn.
 LAYERS = {
     f"{kind} {options or ''} {packing}": (kind, options, offsets)
     for kind in KINDS
-    for options in OPTIONS[kind]
-    for packing, offsets in PACKINGS.items()
+    for number, options in enumerate(OPTIONS[kind])
+    for turn, (packing, offsets) in enumerate(PACKINGS.items())
+    if not options or kind == "sliding_window" or turn == number % len(PACKINGS)
 }
 Layers = dict[int, tuple[str, dict[str, Any]]]  # those that are not conformal_sympow
 LINEAR: Layers = {1: ("zeros", {"second_order": True}), 2: ("cartan", {})}

@@ -136,8 +136,16 @@ def test_windows_and_caps_compute_the_formula_and_its_gradients(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@LIMITS
-@ROWS
+@pytest.mark.parametrize(
+    ("queries", "documents", "limits"),
+    [
+        (5, None, {"window": 9}),
+        (T, DOCUMENTS, {"window": 9}),
+        (1, None, {"window": 1, "scale": 0.3}),
+        (T, None, {"softcap": 1.5}),
+        (T, DOCUMENTS, {"window": 17, "softcap": 2.0, "scale": 0.2}),
+    ],
+)
 @torch.no_grad()
 def test_flex_attention_computes_windows_and_caps(
     queries: int, documents: list[list[int]] | None, limits: dict[str, Any]
