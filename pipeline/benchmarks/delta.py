@@ -57,7 +57,7 @@ def call(name: str, T: int, device: torch.device) -> Timed:
     leaves = [x.requires_grad_() for x in (q, F.normalize(k, dim=-1), v, beta, log_g)]
     if name in _PLAIN:
         return Timed(lambda: plain(*leaves, chunk_size=_PLAIN[name]), leaves)
-    return Timed(lambda: delta_rule(*leaves)[0], leaves)  # type: ignore[misc]
+    return Timed(lambda: delta_rule(*leaves)[0], leaves)
 
 
 def plain(

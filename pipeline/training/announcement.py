@@ -1,6 +1,6 @@
 """Start-up messages: two lines of summary, and warnings about settings that look like mistakes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -130,7 +130,7 @@ def config_warnings(
 
 def _late_settings(config: RunConfig) -> Iterator[str]:
     """A line for each change that no update of the budget is left for."""
-    entries = {
+    entries: dict[str, tuple[str, Sequence[Any]]] = {
         "optim.larger_updates": ("at_tokens", config.optim.larger_updates),
         "data.schedule": ("at_tokens", config.data.schedule),
         "data.short_first": ("until_tokens", config.data.short_first),
