@@ -1,6 +1,7 @@
 """Start-up messages: two lines of summary, and warnings about settings that look like mistakes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
