@@ -146,7 +146,7 @@ def _tree(file: Path) -> ast.Module:
 def _kinds_in_sources() -> dict[str, tuple[Path, str]] | None:
     """File and class of each kind; None if only importing the files can tell."""
     found: dict[str, tuple[Path, str]] = {}
-    for file in sorted((_root() / "modules" / "attention").glob("*.py")):
+    for file in sorted((_root() / "modules" / "attention").rglob("*.py")):
         try:
             statements = _tree(file).body
         except (SyntaxError, ValueError, OSError):
