@@ -1,4 +1,4 @@
-"""Gradients where only the state after the last token is used, as ranks that share a sequence do."""
+"""Gradients where only the state is used, as in the summaries of parts of a sequence."""
 
 import pytest
 import torch
