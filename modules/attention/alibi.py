@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, PartsConfig, register
 from longhaul.modules.attention.fused import Cache, FusedAttention, KeyValueCache
 from longhaul.modules.attention.parts.gates import alibi_slopes
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
@@ -17,7 +17,7 @@ from longhaul.modules.documents import Documents
 
 @register("alibi")
 @dataclass(frozen=True, kw_only=True)
-class AlibiConfig(OutputConfig):
+class AlibiConfig(PartsConfig):
     """Its slopes are fixed."""
 
     cost: ClassVar[str] = "quadratic"
@@ -38,9 +38,12 @@ class Alibi(FusedAttention):
         self.add_qkv()
 
     def project(
-        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
+        self,
+        x: Float[Tensor, "B T D"],
+        position: Float64[Tensor, "#B T"],
+        qkv: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
         return q, KeyValueCache(k, v)
 
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:

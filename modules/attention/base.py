@@ -51,14 +51,23 @@ class AttentionConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig(AttentionConfig):
-    """What happens to the output of all heads before it is projected."""
+class PartsConfig(AttentionConfig):
+    """Parts that some kinds have by publication, and that any other may have."""
+
+    short_convolution: int = 0
+    """Tokens that a convolution of queries, keys and values reads, with silu; 0: there is none."""
 
     output_norm: Literal["none", "rms"] = "none"
     """none | rms (each head is divided by its root mean square, with one gain for all heads)."""
 
     output_gate: Literal["none", "silu", "sigmoid"] = "none"
     """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width = self.short_convolution
+        if width < 0 or width == 1:
+            raise ValueError(f"short_convolution: found {width}, wanted 2 or more, or 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +155,15 @@ class Attention(QKV):
         super().__init__(shape)
         _check_complete(config.kind, type(self))
         self.config = config
+        if isinstance(config, PartsConfig):
+            self.short_convolution = config.short_convolution
         if shape.key_heads != shape.heads and not self.groups_keys:
             raise ValueError(
                 f"model.kv_heads: found {shape.key_heads} for kind {config.kind}, which has a key "
                 f"head for each query head; wanted {shape.heads}"
             )
 
-    def add_output(self, config: OutputConfig, *, groups: int | None = None) -> None:
+    def add_output(self, config: PartsConfig, *, groups: int | None = None) -> None:
         """Make what `project_output` needs, for outputs of the shape's heads."""
         shape = self.shape
         self.out = shape.out_projection()

@@ -12,7 +12,7 @@ from longhaul.modules.attention.base import (
     Attention,
     DocumentRotaryConfig,
     LayerShape,
-    OutputConfig,
+    PartsConfig,
     register,
 )
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
@@ -21,7 +21,7 @@ from longhaul.modules.rotary import Rotary
 
 @register("coca")
 @dataclass(frozen=True, kw_only=True)
-class CocaConfig(DocumentRotaryConfig, OutputConfig):
+class CocaConfig(DocumentRotaryConfig, PartsConfig):
     """The rotary options of softmax, and which of the two versions of CoCA."""
 
     cost: ClassVar[str] = "quadratic"
@@ -69,9 +69,12 @@ class Coca(FusedAttention):
         self.add_qkv(config.build_rotary)
 
     def project(
-        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
+        self,
+        x: Float[Tensor, "B T D"],
+        position: Float64[Tensor, "#B T"],
+        qkv: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, u, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
+        q, u, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
         first, second = u.chunk(2, dim=-1)
         return q, KeyValueCache(((first + second) / 2).relu(), v)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.common.segments import sum_within
-from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, PartsConfig, register
 from longhaul.modules.attention.fused import Cache, FusedAttention, GatedCache
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
@@ -17,7 +17,7 @@ from longhaul.modules.documents import Documents
 
 @register("fox")
 @dataclass(frozen=True, kw_only=True)
-class FoxConfig(OutputConfig, ForgetGateConfig):
+class FoxConfig(PartsConfig, ForgetGateConfig):
     """Forgetting attention; its gate is that of the gated kinds."""
 
     cost: ClassVar[str] = "quadratic"
@@ -39,9 +39,12 @@ class Fox(FusedAttention):
         self.add_qkv()
 
     def project(
-        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
+        self,
+        x: Float[Tensor, "B T D"],
+        position: Float64[Tensor, "#B T"],
+        qkv: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B H T K"], GatedCache]:
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
         return q, GatedCache(k, v, self.gate(x).mT[..., None])
 
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:

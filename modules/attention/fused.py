@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from longhaul.modules.attention.base import Attention, LayerShape, OutputConfig
+from longhaul.modules.attention.base import Attention, LayerShape, PartsConfig
 from longhaul.modules.attention.parts.context_parallel import tokens_before
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
 from longhaul.modules.documents import Documents
@@ -50,6 +50,16 @@ class RecentCache(NamedTuple):
 Cache = KeyValueCache | GatedCache
 
 
+class ConvolvedCache(NamedTuple):
+    """The state of a layer with a short convolution."""
+
+    cache: Cache | RecentCache
+    convolved: Float[Tensor, "B past W"]
+
+
+State = Cache | RecentCache | ConvolvedCache
+
+
 class FusedAttention(Attention):
     """y_t = sum_i softmax_i(logit_ti) v_i. A variant defines the cache and the logits."""
 
@@ -58,19 +68,26 @@ class FusedAttention(Attention):
     softcap: float | None = None  # c in c tanh(logit / c); None: logits stay as they are
     scale: float | None = None  # of logits; None: K^(-1/2)
 
-    def __init__(self, config: OutputConfig, shape: LayerShape) -> None:
+    def __init__(self, config: PartsConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.add_output(config)
 
     @property
     def can_cut_state(self) -> bool:  # type: ignore[override]  # a class attribute in the base
-        return self.window is None  # else it holds no more tokens than the next one sees
+        # A window holds no more tokens than the next one sees, a convolution fewer.
+        return self.window is None and self.convolution is None
 
     @abstractmethod
     def project(
-        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
+        self,
+        x: Float[Tensor, "B T D"],
+        position: Float64[Tensor, "#B T"],
+        qkv: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B H T K"], Cache]:
-        """Queries and new cache entries of x, from the positions of its tokens, 1 and up."""
+        """Queries and new cache entries of x, from the positions of its tokens, 1 and up.
+
+        With a short convolution, qkv is what `queries_keys_values` takes by that name.
+        """
 
     def operands(
         self,
@@ -124,11 +141,14 @@ class FusedAttention(Attention):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        state: Cache | RecentCache | None = None,
+        state: State | None = None,
         *,
         documents: Documents | None = None,
         keep_state: bool = True,
-    ) -> tuple[Float[Tensor, "B T D"], Cache | RecentCache | None]:
+    ) -> tuple[Float[Tensor, "B T D"], State | None]:
+        convolved = None
+        if isinstance(state, ConvolvedCache):
+            state, convolved = state
         past = 0 if state is None else state.k.shape[2]
         position = _positions(past + x.shape[1], x.device)
         part = self.sequence_part
@@ -138,7 +158,11 @@ class FusedAttention(Attention):
             position = where.positions(position.new_zeros(len(x)))
         elif isinstance(state, RecentCache):
             position = position + (state.length - past)[:, None]
-        q, cache = self.project(x, position[:, past:])
+        given = {}
+        if self.convolution is not None:
+            where = Documents(x, sequence_part=part) if documents is None else documents
+            given["qkv"], convolved = self.projected(x, where, convolved)
+        q, cache = self.project(x, position[:, past:], **given)
         if state is not None:
             pairs = zip(state[: len(cache)], cache, strict=True)
             cache = type(cache)(*(torch.cat(pair, dim=2) for pair in pairs))
@@ -148,7 +172,11 @@ class FusedAttention(Attention):
         if part is not None:
             cache, position = self._with_earlier_parts(part, cache, position)
         mixed = self.mix(q, cache, position, documents).transpose(1, 2)  # (B, T, H, V)
-        return self.read_out(x, mixed), self._kept(cache, position) if keep_state else None
+        y = self.read_out(x, mixed)
+        if not keep_state:
+            return y, None
+        kept = self._kept(cache, position)
+        return y, kept if convolved is None else ConvolvedCache(kept, convolved)
 
     def _with_earlier_parts(
         self, part: SequencePart, cache: Cache, position: Float64[Tensor, "B T"]
@@ -205,12 +233,13 @@ class FusedAttention(Attention):
         return sum(x.numel() for x in self._state_after(self.window, torch.float32))
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
+        convolved = self.num_convolved() * dtype.itemsize
         if self.window is not None:
-            k, v, length = self._state_after(self.window, dtype)
+            k, v, length, *_ = self._state_after(self.window, dtype)
             per_token = (k.nbytes + v.nbytes) // max(1, k.shape[2])
-            return min(T, k.shape[2]) * per_token + length.nbytes
+            return min(T, k.shape[2]) * per_token + length.nbytes + convolved
         # A single token's values may be a view, which holds the whole projection.
-        return T * super().allocated_bytes(2, dtype) // 2
+        return T * (super().allocated_bytes(2, dtype) - convolved) // 2 + convolved
 
 
 def _for_each_query_head(

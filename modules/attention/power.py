@@ -24,7 +24,7 @@ from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import (
     Attention,
     LayerShape,
-    OutputConfig,
+    PartsConfig,
     overwrite,
 )
 from longhaul.modules.attention.parts.context_parallel import (
@@ -32,13 +32,12 @@ from longhaul.modules.attention.parts.context_parallel import (
     context_parallel_attention,
 )
 from longhaul.modules.attention.parts.initial_state import InitialState
-from longhaul.modules.attention.parts.short_convolution import check_short_convolution
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerConfig(OutputConfig):
+class PowerConfig(PartsConfig):
     """Options that all variants of linear cost share."""
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
@@ -52,13 +51,9 @@ class PowerConfig(OutputConfig):
     chunk_size: int | None = None
     """Tokens per chunk of the chunked form, 1 or more; null: the cost model. Only affects speed."""
 
-    short_convolution: int = 0
-    """Tokens that a convolution of queries, keys and values reads, with silu; 0: there is none."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, "rank", "chunk_size", least=1)
-        check_short_convolution(self.short_convolution)
 
 
 class GatedSum(NamedTuple):
@@ -109,7 +104,6 @@ class PowerAttention(Attention):
     def __init__(self, config: PowerConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.chunk_size = config.chunk_size
-        self.short_convolution = config.short_convolution
         self.key_dim, self.value_dim = self.op_widths()
         self.add_output(config, groups=self.norm_groups)
         self.norm = None
@@ -394,20 +388,17 @@ class PowerAttention(Attention):
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
         columns = self.value_dim + self.normalize
-        return self.num_states * features * columns + self._num_carried() + self._num_convolved()
+        return self.num_states * features * columns + self._num_carried() + self.num_convolved()
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         features = state_features(self.key_dim, self.degree)
         power = 4 * self.num_states * features * (self.value_dim + 1)
         carried = self.initial_carried(1, torch.device("meta")).values()
         power += sum(x.numel() * x.element_size() for x in carried)
-        return power + self._num_convolved() * dtype.itemsize
+        return power + self.num_convolved() * dtype.itemsize
 
     def _num_carried(self) -> int:
         return sum(x.numel() for x in self.initial_carried(1, torch.device("meta")).values())
-
-    def _num_convolved(self) -> int:
-        return 0 if self.convolution is None else self.convolution.state_size
 
     def _choose(self, T: int, backend: str) -> tuple[str, int]:
         """The form and the chunk size that the op chooses."""

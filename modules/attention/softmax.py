@@ -11,7 +11,7 @@ from longhaul.modules.attention.base import (
     Attention,
     DocumentRotaryConfig,
     LayerShape,
-    OutputConfig,
+    PartsConfig,
     register,
 )
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
@@ -21,7 +21,7 @@ from longhaul.modules.rotary import PositionScaling, Rotary
 
 @register("softmax")
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxConfig(DocumentRotaryConfig, OutputConfig):
+class SoftmaxConfig(DocumentRotaryConfig, PartsConfig):
     """Rotary softmax attention."""
 
     cost: ClassVar[str] = "quadratic"
@@ -76,12 +76,17 @@ class Softmax(FusedAttention):
             )
 
     def project(
-        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
+        self,
+        x: Float[Tensor, "B T D"],
+        position: Float64[Tensor, "#B T"],
+        qkv: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         # Keys whose rotation depends on the length of the sequence are cached without it.
         rotation = None if self._rotates_late() else position
         length = self.whole_length(x.shape[1], x.shape[1])
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, rotation, length))
+        q, k, v = (
+            one.transpose(1, 2) for one in self.queries_keys_values(x, rotation, length, qkv=qkv)
+        )
         return q, KeyValueCache(k, v)
 
     def operands(

@@ -47,7 +47,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"generator_per": "pair", "negative_diagonal": True, **GROUPED},
         {"bilinear": False, "short_convolution": 4, **GROUPED},
     ],
-    "alibi": [{"output_norm": "rms", "output_gate": "silu", **GROUPED}],
+    "alibi": [{"output_norm": "rms", "output_gate": "silu", "short_convolution": 4, **GROUPED}],
     "coca": [{"mode": "slack"}, {"longest_document": 64}],
     "complex": [
         {"decay": True},
@@ -92,7 +92,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "retention": [{"swish_gate": True}, {"group_norm": False}, {"swish_gate": True, **GROUPED}],
     "softmax": [
         {"longest_document": 64},
-        {"window": 9, "output_gate": "sigmoid", **GROUPED},
+        {"window": 9, "output_gate": "sigmoid", "short_convolution": 3, **GROUPED},
         {"softcap": 2.0, "scale": 0.2, "rotary_share": 0.5, "rotary_scaling": YARN},
     ],
     "sympow": [

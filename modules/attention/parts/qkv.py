@@ -191,6 +191,10 @@ class QKV(nn.Module):
             q, k = self.rotated(q, k, rotation, length, speed)
         return q, k, v
 
+    def num_convolved(self) -> int:
+        """Numbers that the state of a sequence has for the short convolution."""
+        return 0 if self.convolution is None else self.convolution.state_size
+
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return q, k

@@ -81,9 +81,3 @@ class ShortConvolution(nn.Module):
         own = (x[:, -self.past :],)
         state: Tensor = state_before(documents.sequence_part, own, last, None)
         return state
-
-
-def check_short_convolution(width: int) -> None:
-    """Raise ValueError for an option of so many tokens that no convolution can have."""
-    if width < 0 or width == 1:
-        raise ValueError(f"short_convolution: found {width}, wanted 2 or more, or 0 for none")

@@ -16,19 +16,18 @@ from longhaul.kernels.delta.cost import choose_chunk_size, delta_flops
 from longhaul.modules.attention.base import (
     Attention,
     LayerShape,
-    OutputConfig,
+    PartsConfig,
     RotaryConfig,
     overwrite,
 )
 from longhaul.modules.attention.parts.context_parallel import state_before
-from longhaul.modules.attention.parts.short_convolution import check_short_convolution
 from longhaul.modules.attention.power import for_each_query_head
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(OutputConfig):
+class RecurrentConfig(PartsConfig):
     """Options that these kinds share."""
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
@@ -54,7 +53,6 @@ class RecurrentConfig(OutputConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, "key_dim", "value_dim", "chunk_size", least=1)
-        check_short_convolution(self.short_convolution)
         if self.chunk_size is not None and self.chunk_size & (self.chunk_size - 1):
             raise ValueError(f"chunk_size: found {self.chunk_size}, wanted a power of two")
 
@@ -100,7 +98,6 @@ class DeltaAttention(Attention):
         super().__init__(config, shape)
         self.groups = check_groups(shape.heads if groups is None else groups, shape.heads)
         self.chunk_size = config.chunk_size
-        self.short_convolution = config.short_convolution
         self.add_qkv(config.build_rotary if isinstance(config, RotaryConfig) else None)
         self.add_output(config)
 
@@ -279,20 +276,17 @@ class DeltaAttention(Attention):
 
     def state_size(self) -> int:
         rotation = 0 if self.rotary is None else 1
-        return self._memory_size() + self._num_convolved() + rotation
+        return self._memory_size() + self.num_convolved() + rotation
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         exact = torch.promote_types(dtype, torch.float32)
         rotation = 0 if self.rotary is None else torch.float64.itemsize
         memory = self._memory_size() * exact.itemsize
-        return memory + self._num_convolved() * dtype.itemsize + rotation
+        return memory + self.num_convolved() * dtype.itemsize + rotation
 
     def _memory_size(self) -> int:
         rows = self.features(torch.empty(1, 1, 1, self.key_dim, device="meta")).shape[-1]
         return self.num_heads * rows * self.value_dim
-
-    def _num_convolved(self) -> int:
-        return 0 if self.convolution is None else self.convolution.state_size
 
 
 def _after_parts(

@@ -100,7 +100,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"window": 28, "softcap": 2.0},
         {"window": 60},
     ],
-    "softmax": [{}, {"softcap": 2.0, "scale": 0.2, "rotary": "none"}, {"key_heads": 1}],
+    "softmax": [
+        {},
+        {"softcap": 2.0, "scale": 0.2, "rotary": "none"},
+        {"key_heads": 1, "short_convolution": 4},
+    ],
     "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],
     "sympow_gated": [
         {},
