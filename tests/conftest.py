@@ -1,11 +1,14 @@
 """What holds for all tests: where Triton's kernels run, how processes start, what is first."""
 
+import inspect
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -21,6 +24,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 # What the user names is remembered in a folder of their own, and must not be there after tests.
 _STATE = tempfile.TemporaryDirectory(prefix="longhaul-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+
+# Shapes are checked at every call. Where there are none, mypy has checked the types, and a check
+# takes many times as long as the small functions of which one call of an op has hundreds.
+_SHAPE = re.compile(r"\b(Bool|Complex|Float|Int|Shaped)\d*\[")
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _check_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
+    def decorate(fn: Any) -> Any:
+        called = fn.__init__ if inspect.isclass(fn) else fn
+        has_shapes = _SHAPE.search(str(getattr(called, "__annotations__", "")))
+        return _jaxtyped(fn, typechecker=typechecker) if has_shapes else fn
+
+    return decorate
+
+
+jaxtyping.jaxtyped = _check_shapes
 
 _FIRST = ("slurm", "pipeline")
 
