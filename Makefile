@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PACKAGES := pipeline modules kernels datamodules configs slurm
 # A user's own Python settings must not leak into the checks.
-unexport PYTHONPATH PYTHONHOME
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo demo-sources test tests test-all check soak bench docs clean
 
