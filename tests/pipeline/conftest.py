@@ -139,6 +139,8 @@ class Command:
             "signals": _SIGNALS,
         }
         self._process = _FORKS.Process(target=exec, args=(_FORKED, given))
+        # Data workers have one of their own set, which would count if the server was started anew.
+        _FORKS.set_forkserver_preload(_IMPORTED)
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
