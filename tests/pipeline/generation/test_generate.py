@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from longhaul.pipeline.generation.session_files import load_session, origin, sav
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+Generate = Callable[..., str]
 KINDS = registered_variants()
 VOCABULARY = 60  # of 64 rows
 
@@ -294,14 +296,32 @@ def base(make_run: Callable[[int], Run]) -> Run:
     return run
 
 
+@pytest.fixture
+def generate(
+    base: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Generate:
+    """`longhaul generate ARGUMENTS` in the run's folder: what it prints, or how it refuses."""
+    monkeypatch.chdir(base.path)
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert main(["generate", *arguments]) == status
+        out, error = capsys.readouterr()
+        if status == 0:
+            return out
+        assert len(error.splitlines()) == 1, error
+        assert not out
+        return error
+
+    return run
+
+
 GREEDY = ("--temperature", "0")
 
 
-def test_one_prompt_is_streamed_and_several_are_told_apart(base: Run) -> None:
+def test_one_prompt_is_streamed_and_several_are_told_apart(generate: Generate) -> None:
     def text(*prompts: str, seed: str = "5") -> str:
         given = [part for prompt in prompts for part in ("--prompt", prompt)]
-        result = base.longhaul("generate", "small", *given, "--tokens", "30", "--seed", seed)
-        return str(result.stdout)
+        return generate("small", *given, "--tokens", "30", "--seed", seed)
 
     # Each further prompt has the next seed, so that equal prompts have different samples.
     alone = [text("def "), text("é", seed="6"), text("def ", seed="7")]
@@ -376,38 +396,30 @@ def test_a_kind_without_a_state_to_round_is_refused(kind: str) -> None:
         check_state_dtype(model)
 
 
-def test_a_session_is_continued_from_its_file(base: Run) -> None:
-    def generate(*arguments: str) -> str:
-        given = ("--tokens", "10", *GREEDY, *arguments)
-        return str(base.longhaul("generate", "small", *given).stdout)
-
-    first = generate("--prompt", "def f(", "--save-state", "one")
+def test_a_session_is_continued_from_its_file(base: Run, generate: Generate) -> None:
+    given = ("small", "--tokens", "10", *GREEDY)
+    first = generate(*given, "--prompt", "def f(", "--save-state", "one")
     with safe_open(base.path / "one", "pt") as file:
         assert list(file.metadata()) == ["longhaul_session"]
         described = json.loads(file.metadata()["longhaul_session"])
     assert described["of"].startswith("small/step-000000008 (sha256 ")
     assert len(described["unread"]) == 1
-    second = generate("--prompt", "(x):", "--state", "one", "--save-state", "one")
+    second = generate(*given, "--prompt", "(x):", "--state", "one", "--save-state", "one")
     # The printed text is the session's, as long as bytes are whole characters.
-    assert second == generate("--prompt", first[:-1] + "(x):")[len(first) - 1 :]
-    third = generate("--state", "one")
-    assert third == generate("--prompt", first[:-1] + second[:-1])[len(first + second) - 2 :]
+    assert second == generate(*given, "--prompt", first[:-1] + "(x):")[len(first) - 1 :]
+    third = generate(*given, "--state", "one")
+    whole = generate(*given, "--prompt", first[:-1] + second[:-1])
+    assert third == whole[len(first + second) - 2 :]
     # From one state to several texts.
-    both = generate("--state", "one", "--prompt", "", "--prompt", "a")
+    both = generate(*given, "--state", "one", "--prompt", "", "--prompt", "a")
     assert both.startswith(f"--- prompt 1 of 2 ---\n{third}--- prompt 2 of 2 ---\na")
 
 
-def test_what_does_not_belong_together_is_refused(base: Run) -> None:
-    def refused(*arguments: str) -> str:
-        result = base.longhaul("generate", *arguments, check=False)
-        assert result.returncode == 2, result.stderr
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert not result.stdout
-        return str(result.stderr)
-
+def test_what_does_not_belong_together_is_refused(base: Run, generate: Generate) -> None:
+    refused = partial(generate, status=2)
     older = str(min((base.path / "small" / "checkpoints").iterdir()))
     arguments = ("--prompt", "a", "--tokens", "1", "--save-state", "older")
-    base.longhaul("generate", older, *arguments)
+    generate(older, *arguments)
     said = refused("small", "--state", "older")
     assert re.match(
         r"longhaul: --state: found a state of small/step-000000004 \(sha256 \w{16}, positions "
