@@ -1,5 +1,6 @@
 """A small corpus, a small run, and `longhaul` commands in processes of their own."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -259,6 +260,31 @@ def fork() -> Callable[..., Command]:
     return Command
 
 
+Fill = Callable[[Path], None]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Fill], Path]:
+    """A folder that is filled by the first of all workers to ask for it; nobody changes it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+
+    def make(name: str, fill: Fill) -> Path:
+        folder = shared / name
+        with (shared / f"{name}.lock").open("a+") as state:
+            fcntl.flock(state, fcntl.LOCK_EX)
+            state.seek(0)
+            if not state.read():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                fill(folder)
+                state.write("filled")
+        return folder
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of this project's own sources, in short documents; other files for validation."""
@@ -277,12 +303,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_store(once: Callable[[str, Fill], Path]) -> Path:
     """A database to copy: making one takes MLflow more than a second."""
-    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    load_mlflow(f"sqlite:///{path}")
-    _make_sqlite(path, "key")
-    return path
+
+    def fill(folder: Path) -> None:
+        load_mlflow(f"sqlite:///{folder}/mlflow.db")
+        _make_sqlite(folder / "mlflow.db", "key")
+
+    return once("empty-store", fill) / "mlflow.db"
 
 
 @pytest.fixture(scope="session")

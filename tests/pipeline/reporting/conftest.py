@@ -1,5 +1,6 @@
 """A store with runs of all sorts, and the report of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,11 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture(scope="module")
-def reported(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reports") / "new" / "report"
-    left_by_a_killed_one = folder.with_name(".report.unfinished")
-    left_by_a_killed_one.mkdir(parents=True)
-    (left_by_a_killed_one / "old.png").touch()
-    assert main(["report", "tests", str(folder), "--uri", store.uri]) == 0
-    return folder
+def reported(store: Store, once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    def fill(folder: Path) -> None:
+        left_by_a_killed_one = folder / ".report.unfinished"
+        left_by_a_killed_one.mkdir()
+        (left_by_a_killed_one / "old.png").touch()
+        assert main(["report", "tests", str(folder / "report"), "--uri", store.uri]) == 0
+
+    return once("reported", fill) / "report"
