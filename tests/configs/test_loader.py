@@ -63,7 +63,7 @@ def test_paths_of_an_inherited_run_begin_at_its_folder(tmp_path: Path) -> None:
         ("model.attention.degre=2", "model.attention.degre: unknown key.* model.attention.degree"),
         (
             "model.layer_attention.0={kind: softmax, zzz: 5}",
-            "0.zzz: unknown key, wanted one of rot",
+            "0.zzz: unknown key, wanted one of sho",
         ),
         ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
         ("model.attention.degree='2'", "model.attention.degree: found '2', wanted a valid integer"),
