@@ -135,7 +135,7 @@ def test_a_run_of_llamas_block_has_any_kind_and_its_recipe(size: str) -> None:
             assert config.model.kinds == (kind,)
             more = num_parameters(config.model) / SIZES[f"llama-{size}"]
             # Gated DeltaNet and Mamba-2 have half again as many in a layer of attention.
-            assert 0.995 <= more <= 1.15, (kind, more)
+            assert 0.995 <= more <= 1.18, (kind, more)
         optim, schedule = config.optim, config.optim.schedule
         assert (optim.name, schedule.name, schedule.final_factor) == wanted
         assert (optim.beta1, optim.beta2, optim.epsilon) == (0.9, 0.95, 1e-8)
