@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from longhaul.kernels import delta_rule, delta_rule_step
 from longhaul.kernels.common.custom_ops import without_autocast
+from longhaul.kernels.delta import delta_rule, delta_rule_step, delta_summary, state_after
 from longhaul.kernels.delta.cost import choose_chunk_size, delta_flops
 from longhaul.modules.attention.base import (
     Attention,
@@ -169,9 +168,8 @@ class DeltaAttention(Attention):
         keep_state: bool,
     ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P V"] | None]:
         if self.sequence_part is not None:
-            with without_autocast(v):
-                own = self._transition(k, v, beta, log_g)
-                memory = state_before(self.sequence_part, own, _after_parts, None)
+            own = delta_summary(k, v, beta, log_g, chunk_size=self.chunk_size)
+            memory = state_before(self.sequence_part, own, _after_parts, None)
         return delta_rule(
             q,
             k,
@@ -183,29 +181,6 @@ class DeltaAttention(Attention):
             output_final_state=keep_state,
             chunk_size=self.chunk_size,
         )
-
-    def _transition(
-        self, k: Tensor, v: Tensor, beta: Tensor | None, log_g: Tensor | None
-    ) -> tuple[Float[Tensor, "B H K K"], Float[Tensor, "B H K V"]]:
-        """M and E of M S + E, which these tokens make of a state S: of I without values, M."""
-        B, _, H, V = v.shape
-        K = self.key_dim
-        one = torch.eye(K, dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-        start = torch.cat([one.expand(B, H, -1, -1), one.new_zeros(B, H, K, V)], dim=-1)
-        values = F.pad(v, (K, 0))
-        _, end = delta_rule(
-            k,
-            k,
-            values,
-            beta,
-            log_g,
-            initial_state=start,
-            output_final_state=True,
-            chunk_size=self.chunk_size,
-        )
-        assert end is not None
-        M, E = end.split([K, V], dim=-1)
-        return M, E
 
     def check_context_parallel(self) -> None:
         """The states of parts are composed."""
@@ -289,14 +264,10 @@ class DeltaAttention(Attention):
         return self.num_heads * rows * self.value_dim
 
 
-def _after_parts(
-    every: tuple[Float[Tensor, "parts B H K J"], ...], start: Tensor | None
-) -> Float[Tensor, "B H K V"]:
-    """The state after all earlier parts, each of which makes M S + E of the one before it."""
-    state = every[1].new_zeros(every[1].shape[1:])
-    for M, E in zip(*every, strict=True):
-        state = M @ state + E
-    return state
+def _after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Float[Tensor, "B H K V"]:
+    """The state after all earlier parts, from the summary of each."""
+    transitions, added = every
+    return state_after(transitions, added, start)
 
 
 def check_groups(groups: int, heads: int) -> int:
