@@ -53,6 +53,7 @@ soak: setup
 
 bench: setup
 	$(BIN)/longhaul bench kernels
+	$(BIN)/longhaul bench delta
 	$(BIN)/longhaul bench data
 
 # Without the network; NO_MKDOCS_2_WARNING silences an announcement of mkdocs-material's.

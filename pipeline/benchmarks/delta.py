@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import resource
+import ctypes
+import gc
 from concurrent.futures import ProcessPoolExecutor
 from math import inf
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -98,19 +100,30 @@ def _peak(name: str, device: torch.device) -> float:
 
 
 def _bytes_of(name: str, device: torch.device) -> float:
-    def update(timed: Timed) -> float:
-        out = timed.forward()
-        gradient = torch.ones_like(out)
-        torch.autograd.grad(out, timed.leaves, gradient)
-        if device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated())
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
     # Libraries are loaded, and threads started, by a short call.
-    update(call(name, 128, device))
-    timed = call(name, _TOKENS, device)
+    for T in (128, _TOKENS):
+        timed = call(name, T, device)
+        gradient = torch.ones(1, T, _HEADS, _WIDTH, device=device)
+        gc.collect()
+        before = _begin(device)
+        torch.autograd.grad(timed.forward(), timed.leaves, gradient)
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated() - before)
+    return float(_resident("VmHWM") - before)
+
+
+def _begin(device: torch.device) -> int:
+    """Bytes in use, from where the peak is counted anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        return update(timed) - torch.cuda.memory_allocated()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    return update(timed) - before
+        return torch.cuda.memory_allocated()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _resident(name: str) -> int:
+    """Bytes of this process by Linux's name of them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(found)

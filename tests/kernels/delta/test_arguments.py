@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longhaul.kernels import delta_rule, delta_rule_step
 from longhaul.kernels.delta.cost import (
@@ -100,7 +99,6 @@ def test_chunks_are_no_longer_than_needed() -> None:
 
 
 def test_size_of_a_state() -> None:
-    x: dict[str, Tensor] = arguments()
-    _, state = delta_rule(**x, output_final_state=True)
+    _, state = delta_rule(**arguments(), output_final_state=True)
     assert state is not None
     assert state.numel() == state_size(4, 8, 3)
