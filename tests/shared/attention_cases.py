@@ -167,7 +167,7 @@ def is_wide(kind: str, options: dict[str, object]) -> bool:
 
 
 def parametrized(*cases: tuple[str, dict[str, object]]) -> pytest.MarkDecorator:
-    """Runs with these cases, and with those of the kinds among them in the other shapes if all are."""
+    """Runs with these cases, and with those of their kinds in the other shapes if all tests run."""
     kinds = {kind for kind, _ in cases}
     wide = [case for case in cases if is_wide(*case)]
     wide += [case for case in WIDE if case[0] in kinds]
