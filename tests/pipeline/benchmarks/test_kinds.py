@@ -191,7 +191,7 @@ def test_what_cannot_be_measured_is_one_line(
     ("arguments", "message"),
     [
         (["--kinds", "softmax", "sofmax"], "model.attention.kind: found 'sofmax', wanted one of"),
-        (["--kinds", "softmax:bas=1"], "model.attention.bas: unknown key, wanted one of rotary"),
+        (["--kinds", "softmax:bas=1"], "model.attention.bas: unknown key, wanted one of short"),
         (["--kinds", "softmax:"], "command line: found 'model.attention.', wanted key.sub=value"),
         (["--updates", "0"], "--updates: found 0, wanted 1 or more"),
         (["name=x"], "name: found 'name=x', wanted no value, since every row has its own"),

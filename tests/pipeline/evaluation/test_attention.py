@@ -110,7 +110,9 @@ def test_every_kind_is_reported(kind: str) -> None:
             assert report.largest == pytest.approx(matrix.tril()[12:].abs().max().item())
             assert 0 <= report.first_token_share <= 1
             assert report.half_life > 0
-    wants_gate = kind in ("retention", "sympow_gated", "conformal_sympow", "cartan", "zeros")
+    gated = ("retention", "sympow_gated", "conformal_sympow", "cartan", "zeros", "fox", "mamba2")
+    gated += ("gated_deltanet", "gated_linear", "kimi_delta", "power_delta")
+    wants_gate = kind in gated
     assert math.isfinite(min(report.half_life for report in reports)) is wants_gate
 
 

@@ -77,7 +77,9 @@ def test_no_document_of_a_window_changes_the_losses_of_another(
         for start, end in itertools.pairwise(starts):
             alone = target[row : row + 1, start:end]
             wanted = read_losses(model, shifted(alone, 63), alone, "32-true")
-            torch.testing.assert_close(found[row : row + 1, start:end], wanted, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                found[row : row + 1, start:end].double(), wanted.double(), rtol=0, atol=1e-6
+            )
 
 
 def test_positions_that_depend_on_the_length_are_those_of_each_document() -> None:
@@ -87,7 +89,7 @@ def test_positions_that_depend_on_the_length_are_those_of_each_document() -> Non
     found = read_losses(model, shifted(target, 63, IS_FIRST), target, "32-true", is_first=IS_FIRST)
     alone = target[:1, 3:40]
     wanted = read_losses(model, shifted(alone, 63), alone, "32-true")
-    torch.testing.assert_close(found[:1, 3:40], wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[:1, 3:40].double(), wanted.double(), rtol=0, atol=1e-6)
 
 
 def test_cut_windows_begin_documents_where_passages_do() -> None:
