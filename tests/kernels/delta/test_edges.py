@@ -92,14 +92,14 @@ def lengths() -> list[int]:
     ]
 
 
-@per_form
 @per_gate
-def test_packed_documents_are_separate_ones(gates: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+def test_packed_documents_are_separate_ones(gates: str, form: str) -> None:
     sizes = lengths()
     x = inputs(sum(sizes), gates=gates)
     states = torch.randn(len(sizes), 4, 6, 5, dtype=torch.float64)
     offsets = torch.tensor([0, *sizes]).cumsum(0)
-    found = run(x, cu_seqlens=offsets, initial_state=states, **how)
+    found = run(x, cu_seqlens=offsets, initial_state=states, **FORMS[form])
     separate = [
         run([one[:, start:end] for one in x], initial_state=states[n : n + 1], backend="reference")
         for n, (start, end) in enumerate(pairwise(offsets))
