@@ -16,6 +16,7 @@ class SlidingWindowConfig(SoftmaxConfig):
     """
 
     cost: ClassVar[str] = "linear"
+    positions: ClassVar[tuple[str, ...]] = ("none", "linear")
 
     window: int = 512
     """Tokens that a token sees, itself included, 1 or more."""

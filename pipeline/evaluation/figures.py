@@ -41,6 +41,15 @@ KIND_COLOURS = {
     "coca": "#DDCC77",
     "complex": "#44AA99",
     "cartan": "#AA4499",
+    # Baselines, of Tol's light one.
+    "fox": "#77AADD",
+    "sliding_window": "#EE8866",
+    "mamba2": "#EEDD88",
+    "gated_linear": "#BBCC33",
+    "deltanet": "#AAAA00",
+    "gated_deltanet": "#99DDFF",
+    "kimi_delta": "#FFAABB",
+    "power_delta": "#661100",
 }
 """The colour of each kind, in reports and in the documentation's figures alike."""
 

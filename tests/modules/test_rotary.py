@@ -20,6 +20,8 @@ from longhaul.modules.rotary import PositionScaling, Rotary, RotaryScaling
 CPU = torch.device("cpu")
 MILLION = 1_048_576
 ROTARY = [kind for kind in registered_variants() if build_attention(kind, 16, 2).rotary is not None]
+# Those that take a rotation which depends on the length.
+ROTARY = [kind for kind in ROTARY if "dynamic_ntk" in attention_config(kind).positions]
 STATEFUL = [kind for kind in ROTARY if attention_config(kind).cost == "linear"]
 
 

@@ -1,7 +1,7 @@
 """Power delta: the delta rule on the features of symmetric-power attention."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,8 @@ from longhaul.modules.rotary import Rotary
 @dataclass(frozen=True, kw_only=True)
 class PowerDeltaConfig(GateConfig, DocumentRotaryConfig, DeltaConfig):
     """The gate and rotation of sympow_gated, and the delta rule."""
+
+    positions: ClassVar[tuple[str, ...]] = ("none", "linear")
 
     longest_document: int | None = 65_536
     """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""

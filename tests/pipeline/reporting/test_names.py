@@ -86,7 +86,7 @@ def test_data_are_told_apart_by_their_hash_and_not_by_their_path() -> None:
 
 def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:
     known = ("softmax", "linear", "sympow")
-    own = [f"own{index:02d}" for index in range(11)]
+    own = [f"own{index:02d}" for index in range(19)]
     kinds = {f"{kind}, lr={rate}": kind for kind in (*known, *own) for rate in (1, 2, 3)}
     found = looks(kinds)
     colours = {kind: {found[name].colour for name in kinds if kinds[name] == kind} for kind in own}
@@ -97,8 +97,8 @@ def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:
         assert all({KIND_COLOURS[kind]} != of_kind for of_kind in colours.values())
     assert looks({"a": "softmax", "b": "zeros"})["b"].colour == KIND_COLOURS["zeros"]
     assert len(set(found.values())) == len(kinds)
-    # Beside the marker, the line tells those of one colour apart: there are 10 free colours.
-    shared = [look for name, look in found.items() if kinds[name] in ("own00", "own10")]
+    # Beside the marker, the line tells those of one colour apart: there are 18 free colours.
+    shared = [look for name, look in found.items() if kinds[name] in ("own00", "own18")]
     assert len({look.colour for look in shared}) == 1
     assert len({look.line for look in shared[:3]}) == 3
     assert len({look.colour for look in looks(dict.fromkeys("xyz", "a")).values()}) == 3
