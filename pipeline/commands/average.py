@@ -17,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.last is not None and args.last < 2:  # before torch is imported
+        raise ValueError(f"--last: found {args.last}, wanted 2 or more")
     from longhaul.pipeline.runs.averaging import average
 
     steps = average(args.run, args.destination, args.last)
