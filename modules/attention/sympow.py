@@ -33,7 +33,7 @@ class SympowOptions(DocumentRotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.degree < 2 or self.degree % 2:
+        if type(self.degree) is not int or self.degree < 2 or self.degree % 2:
             raise ValueError(f"degree: found {self.degree}, wanted an even number of 2 or more")
         if self.degree > 4 and self.initial_state == "learned":
             raise ValueError(
