@@ -260,9 +260,7 @@ def test_logits_are_the_runs(exports: Exports, name: str) -> None:
 @every_model
 def test_reading_in_parts_changes_nothing(exports: Exports, name: str) -> None:
     whole = exports.wanted[f"{name}/{LENGTHS[-1]}/float64"]
-    # States are in float32, whose rounding degree 8 enlarges.
-    bound = 2e-6 if "degree=8" in name else 1e-6
-    assert furthest(exports.tensors[f"{name}/parts/float64"], whole) < bound
+    assert furthest(exports.tensors[f"{name}/parts/float64"], whole) < 1e-6
     swapped = exports.tensors[f"{name}/swapped/float64"]
     assert furthest(swapped, whole[:, -swapped.shape[1] :].flip(0)) < 1e-6
     kept = exports.tensors[f"{name}/kept/float32"]
