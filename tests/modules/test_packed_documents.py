@@ -35,15 +35,16 @@ def test_packed_documents_are_separate(kind: str, options: dict[str, object]) ->
         for row, lengths in zip(x.split(1), PACKED, strict=True)
     ]
     separate = torch.cat(rows)
-    assert_close(packed, separate, kind)
+    # Norms of heads amplify rounding errors of sums that almost cancel; so do norms over them all.
+    is_amplified = kind == "zeros" or (kind == "cartan" and options.get("qk_norm") == "full")
+    allowed = 1e-11 if is_amplified else 1e-12
+    assert_close(packed, separate, allowed)
     gradients = (torch.autograd.grad(y, leaves, probe) for y in (packed, separate))
     for found, wanted in zip(*gradients, strict=True):
-        assert_close(found, wanted, kind)
+        assert_close(found, wanted, allowed)
 
 
-def assert_close(found: Tensor, wanted: Tensor, kind: str) -> None:
-    # Their norms of heads amplify rounding errors of sums that almost cancel.
-    allowed = 1e-11 if kind in ("cartan", "zeros") else 1e-12
+def assert_close(found: Tensor, wanted: Tensor, allowed: float) -> None:
     assert found.isfinite().all()
     assert (found - wanted).abs().max() <= allowed * max(1, wanted.abs().max())
 
