@@ -311,11 +311,9 @@ def _read(path: Path, sources: list[Source], below: tuple[Path, ...] = ()) -> Di
 def _begin_at(folder: Path, values: DictConfig) -> None:
     """Let the paths in the config of a run begin at its folder (RunFolder.record_start)."""
     for key, value in leaves(OmegaConf.to_container(values)):
-        is_path = key in _PATHS_OF_RUN or _PATH_OF_SOURCE.fullmatch(key) is not None
-        if not is_path or not isinstance(value, str):
-            continue
-        if key != "tracking.uri" or value.startswith(SQLITE):
-            OmegaConf.update(values, key, begun_at(folder, value))
+        if isinstance(value, str) and (key in _PATHS_OF_RUN or _PATH_OF_SOURCE.fullmatch(key)):
+            is_local = key != "tracking.uri" or value.startswith(SQLITE)
+            OmegaConf.update(values, key, begun_at(folder, value) if is_local else value)
 
 
 def _load(path: Path) -> DictConfig:

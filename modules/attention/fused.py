@@ -153,14 +153,13 @@ class FusedAttention(Attention):
         position = _positions(past + x.shape[1], x.device)
         part = self.sequence_part
         self.check_stateless(has_state=state is not None or keep_state)
+        where = Documents(x, sequence_part=part) if documents is None else documents
         if documents is not None or part is not None:
-            where = Documents(x, sequence_part=part) if documents is None else documents
             position = where.positions(position.new_zeros(len(x)))
         elif isinstance(state, RecentCache):
             position = position + (state.length - past)[:, None]
         given = {}
         if self.convolution is not None:
-            where = Documents(x, sequence_part=part) if documents is None else documents
             given["qkv"], convolved = self.projected(x, where, convolved)
         q, cache = self.project(x, position[:, past:], **given)
         if state is not None:

@@ -134,8 +134,9 @@ def test_a_run_of_llamas_block_has_any_kind_and_its_recipe(size: str) -> None:
             config = load_run_config(f"run/llama-{size}{recipe}.yaml", kind=kind)
             assert config.model.kinds == (kind,)
             more = num_parameters(config.model) / SIZES[f"llama-{size}"]
-            # Gated DeltaNet and Mamba-2 have half again as many in a layer of attention.
-            assert 0.995 <= more <= 1.18, (kind, more)
+            # These have half again as many in a layer of attention, as published.
+            most = 1.18 if kind in ("gated_deltanet", "mamba2") else 1.1
+            assert 0.995 <= more <= most, (kind, more)
         optim, schedule = config.optim, config.optim.schedule
         assert (optim.name, schedule.name, schedule.final_factor) == wanted
         assert (optim.beta1, optim.beta2, optim.epsilon) == (0.9, 0.95, 1e-8)

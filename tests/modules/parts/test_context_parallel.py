@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from part_cases import CHUNKED, KINDS, LAYERS, NEIGHBOUR, OPTIONS, PACKINGS, POWER
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
@@ -27,15 +28,12 @@ from longhaul.modules.attention import (
     LayerShape,
     attention_config,
     build_attention,
-    registered_variants,
 )
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
     state_before,
 )
-from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.attention.recurrent.delta import DeltaConfig
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
@@ -47,89 +45,6 @@ WORLDS = (*(pytest.param(ranks, marks=pytest.mark.wide) for ranks in (2, 3)), 4)
 TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # a part is no multiple of the chunk
 LIMIT_S = 300
 
-# Offsets of documents that span several parts, end where a part ends, or share a part.
-PACKINGS = {
-    "rows": None,
-    "straddling": [0, 1, 40, 100, 108],
-    "at borders": [0, 27, 30, 35, 54, 108],
-}
-NEIGHBOUR = slice(1, 40)  # a document of "straddling"
-LEARNED = {"initial_state": "learned", "rank": 3}
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "alibi": [{}, {"key_heads": 1}],
-    "cartan": [
-        {},
-        {"generator": "additive"},
-        {"generator": "product", "negative_diagonal": True},
-        {"bilinear": False},
-        {"generator_per": "pair"} | LEARNED,
-        {"bilinear": False, "generator_per": "pair"},
-        LEARNED,
-    ],
-    "complex": [
-        {},
-        {"decay": True},
-        {"decay": True} | LEARNED,
-        {"learned_rates": True, "learned_sizes": True} | LEARNED,
-        {"normalizer": "amplitudes"} | LEARNED,
-        {"key_heads": 1, "learned_rates": True, "decay": True},
-    ],
-    "coca": [{}, {"mode": "slack"}],
-    "conformal_sympow": [
-        {},
-        {"degree": 4, "qk_norm": True},
-        LEARNED,
-        {"key_heads": 1, "degree": 4} | LEARNED,
-    ],
-    "deltanet": [{}],
-    "gated_deltanet": [{}],
-    "gated_linear": [{}],
-    "kimi_delta": [{}],
-    "linear": [
-        {},
-        {"feature_map": "identity", "normalizer": "head_norm"},
-        {"rotary": "fixed", "gate": "data"} | LEARNED,
-    ],
-    "fox": [{}, {"key_heads": 1}],
-    "mamba2": [{}],
-    "retention": [{}, {"swish_gate": True, "short_convolution": 4}, LEARNED],
-    # Windows within a part, of a part and of several: parts have 54, 36 or 27 tokens.
-    "sliding_window": [
-        {"window": 1},
-        {"window": 9, "key_heads": 1},
-        {"window": 28, "softcap": 2.0},
-        {"window": 60},
-    ],
-    "softmax": [
-        {},
-        {"softcap": 2.0, "scale": 0.2, "rotary": "none"},
-        {"key_heads": 1, "short_convolution": 4},
-    ],
-    "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],
-    "sympow_gated": [
-        {},
-        {"gate": "learned"} | LEARNED,
-        {"gate": "alibi", "rotary": "none", "degree": 4},
-    ],
-    "zeros": [
-        {},
-        {"ordered": True, "second_order": True, "zeroth": "first_layer"},
-        {"form": "notes", "second_order": True, "bilinear": False},
-        LEARNED,
-    ],
-}
-KINDS = [kind for kind in registered_variants() if kind != "power_delta"]
-POWER = [kind for kind in KINDS if issubclass(attention_config(kind), PowerConfig)]
-CHUNKED = [kind for kind in KINDS if issubclass(attention_config(kind), (PowerConfig, DeltaConfig))]
-OPTIONS = {kind: [{}, LEARNED] for kind in POWER} | OPTIONS
-# The defaults of each kind with every packing, and each of its options with one of them in turn.
-LAYERS = {
-    f"{kind} {options or ''} {packing}": (kind, options, offsets)
-    for kind in KINDS
-    for number, options in enumerate(OPTIONS[kind])
-    for turn, (packing, offsets) in enumerate(PACKINGS.items())
-    if not options or kind == "sliding_window" or turn == number % len(PACKINGS)
-}
 Layers = dict[int, tuple[str, dict[str, Any]]]  # those that are not conformal_sympow
 LINEAR: Layers = {1: ("zeros", {"second_order": True}), 2: ("cartan", {})}
 HYBRID: Layers = {1: ("fox", {}), 2: ("sliding_window", {"window": 20})}
@@ -367,7 +282,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     ranks = subprocess.Popen(
         [sys.executable, "-P", __file__, str(request.param), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

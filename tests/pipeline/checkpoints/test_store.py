@@ -5,8 +5,7 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -482,27 +481,3 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"step 1 could not be saved .*checkpoints") as caught:
         _save(_store(tmp_path), 1)
     assert "\n" not in str(caught.value)
-
-
-def test_tensors_in_turn_are_a_checkpoint_and_few_are_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "_MAX_BYTES_IN_TURN", 200)
-    wanted = {f"model/{n}": torch.full((5, n + 1), float(n)) for n in range(12)}
-    given: list[weakref.ref[Tensor]] = []
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in wanted.items():
-            held = sum(one.nbytes for ref in given if (one := ref()) is not None)
-            assert held <= 200 + 5 * 4 * 12
-            copy = tensor.T.contiguous().T
-            given.append(weakref.ref(copy))
-            yield name, copy
-
-    path = _store(tmp_path).write(7, 2000, tensors(), {"a": 1})
-    assert path == tmp_path / "checkpoints" / "step-000000007"
-    assert len(list(path.glob("model-*"))) > 4
-    assert SavedCheckpoint(path).state(dict[str, int]) == {"a": 1}
-    found = _load(path)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
