@@ -9,7 +9,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.modules.attention.base import Attention, LayerShape, PartsConfig, register
-from longhaul.modules.attention.fused import Cache, FusedAttention, KeyValueCache
+from longhaul.modules.attention.fused import Cache, FusedAttention
 from longhaul.modules.attention.parts.gates import alibi_slopes
 from longhaul.modules.attention.parts.masked_softmax import masked_softmax
 from longhaul.modules.documents import Documents
@@ -36,15 +36,6 @@ class Alibi(FusedAttention):
     def __init__(self, config: AlibiConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.add_qkv()
-
-    def project(
-        self,
-        x: Float[Tensor, "B T D"],
-        position: Float64[Tensor, "#B T"],
-        qkv: Float[Tensor, "B T W"] | None = None,
-    ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
-        return q, KeyValueCache(k, v)
 
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = super().logits(x)

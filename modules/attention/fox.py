@@ -44,8 +44,8 @@ class Fox(FusedAttention):
         position: Float64[Tensor, "#B T"],
         qkv: Float[Tensor, "B T W"] | None = None,
     ) -> tuple[Float[Tensor, "B H T K"], GatedCache]:
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
-        return q, GatedCache(k, v, self.gate(x).mT[..., None])
+        q, cache = super().project(x, position, qkv)
+        return q, GatedCache(cache.k, cache.v, self.gate(x).mT[..., None])
 
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = super().logits(x)

@@ -1,7 +1,6 @@
 """Softmax attention with PyTorch's fused kernels: what all variants of quadratic cost share."""
 
 import math
-from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -77,7 +76,6 @@ class FusedAttention(Attention):
         # A window holds no more tokens than the next one sees, a convolution fewer.
         return self.window is None and self.convolution is None
 
-    @abstractmethod
     def project(
         self,
         x: Float[Tensor, "B T D"],
@@ -86,8 +84,11 @@ class FusedAttention(Attention):
     ) -> tuple[Float[Tensor, "B H T K"], Cache]:
         """Queries and new cache entries of x, from the positions of its tokens, 1 and up.
 
-        With a short convolution, qkv is what `queries_keys_values` takes by that name.
+        By default they do not depend on positions. With a short convolution, qkv is what
+        `queries_keys_values` takes by that name.
         """
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
+        return q, KeyValueCache(k, v)
 
     def operands(
         self,
