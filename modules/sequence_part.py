@@ -1,4 +1,4 @@
-"""Context parallelism, as the model sees it: one rank's part of a sequence, and one collective.
+"""Context parallelism, as the model sees it: one rank's part of a sequence, and its collectives.
 
 A sequence is split into equal contiguous parts, one per rank. A rank sees the tokens of its own
 part only.
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @runtime_checkable
 class SequencePart(Protocol):
-    """Which part of the sequence this rank holds, and the collective that connects the ranks.
+    """Which part of the sequence this rank holds, and the collectives that connect the ranks.
 
-    All ranks must call `gather` equally often, in the same order and with the same shapes. So
-    whether it is called must never depend on where documents begin in a part.
+    All ranks must call `gather` and `gather_before` equally often, in the same order and with the
+    same shapes. So whether they are called must never depend on where documents begin in a part.
     """
 
     index: int
@@ -27,4 +27,11 @@ class SequencePart(Protocol):
         """Each tensor of all parts, (count, *shape).
 
         The gradient of a rank's tensor is the sum over all ranks that used it.
+        """
+
+    def gather_before(self, reach: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor of the last `reach` parts before this one, (parts, *shape).
+
+        There are fewer at the start of the sequence, before the first part none. Gradients are
+        those of `gather`.
         """

@@ -1,5 +1,6 @@
 """Context parallelism: each rank of a process group holds one part of every sequence."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,11 +27,18 @@ class ContextParallel:
         self.index = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.bytes_sent = 0
-        """Bytes sent so far, to each other rank: forward each tensor, backward a gradient."""
+        """Bytes sent so far, to all other ranks: forward each tensor, backward a gradient."""
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All-gather each tensor to (count, *shape). Its gradient is summed over all ranks."""
         return _Gather.apply(self, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gather_before(self, reach: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor of the `reach` parts before this one, fewer at the start, (parts, *shape).
+
+        A rank's gradient is summed over those that used its tensor.
+        """
+        return _GatherBefore.apply(self, reach, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_gather(self, mine: Tensor) -> Tensor:
         """All-gather (bytes,) to (count, bytes)."""
@@ -40,12 +48,17 @@ class ContextParallel:
         self.bytes_sent += (self.count - 1) * mine.numel()
         return every
 
-    def all_to_all(self, for_each: Tensor) -> Tensor:
-        """Send row r to rank r, and receive its row for this rank as row r; both (count, bytes)."""
-        from_each = torch.empty_like(for_each)
-        dist.all_to_all_single(from_each.view(-1), for_each.view(-1), group=self.group)
-        self.bytes_sent += (self.count - 1) * for_each.shape[1]
-        return from_each
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send the next sent[r] rows to rank r, for each r, and receive received[r] rows from it.
+
+        Rows are (n, bytes); those received are in the order of ranks.
+        """
+        size = rows.shape[1]
+        found = rows.new_empty(sum(received), size)
+        splits = [n * size for n in received], [n * size for n in sent]
+        dist.all_to_all_single(found.view(-1), rows.view(-1), *splits, group=self.group)
+        self.bytes_sent += (sum(sent) - sent[self.index]) * size
+        return found
 
 
 class _Gather(torch.autograd.Function):
@@ -60,14 +73,49 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        once = [1] * ctx.parts.count
         needs = ctx.needs_input_grad[1:]
-        layout = [one for one, need in zip(ctx.layout, needs, strict=True) if need]
-        wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
-        # Exchanged and then summed in rank order, because a reduce-scatter guarantees no order and
-        # takes one dtype at a time.
-        from_each = ctx.parts.all_to_all(_pack(wanted, layout))
-        sums = iter(x.sum(dim=0) for x in _unpack(from_each, layout))
-        return None, *(next(sums) if need else None for need in needs)
+        return None, *_sent_back(ctx.parts, gradients, needs, ctx.layout, once, once)
+
+
+class _GatherBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parts: ContextParallel, reach: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        index = parts.index
+        ctx.parts = parts
+        ctx.layout = [(x.shape, x.dtype) for x in tensors]
+        ctx.before = [int(index - reach <= rank < index) for rank in range(parts.count)]
+        ctx.after = [int(index < rank <= index + reach) for rank in range(parts.count)]
+        mine = _pack([x[None] for x in tensors], ctx.layout)
+        rows = mine.expand(sum(ctx.after), -1).contiguous()
+        return tuple(_unpack(parts.all_to_all(rows, ctx.after, ctx.before), ctx.layout))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[2:]
+        layout, before, after = ctx.layout, ctx.before, ctx.after
+        return None, None, *_sent_back(ctx.parts, gradients, needs, layout, before, after)
+
+
+def _sent_back(
+    parts: ContextParallel,
+    gradients: tuple[Tensor, ...],
+    needs: tuple[bool, ...],
+    layout: "_Layout",
+    sent: list[int],
+    received: list[int],
+) -> Iterator[Tensor | None]:
+    """The gradient of each tensor that needs one, from the ranks that used it."""
+    layout = [one for one, need in zip(layout, needs, strict=True) if need]
+    wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
+    # Exchanged and then summed in rank order, because a reduce-scatter guarantees no order and
+    # takes one dtype at a time.
+    found = parts.all_to_all(_pack(wanted, layout), sent, received)
+    sums = iter(x.sum(dim=0) for x in _unpack(found, layout))
+    return (next(sums) if need else None for need in needs)
 
 
 _Layout = list[tuple[torch.Size, torch.dtype]]

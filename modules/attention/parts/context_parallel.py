@@ -42,23 +42,23 @@ def tokens_before(
 ) -> tuple[Tensor, ...]:
     """The last `most` tokens of all earlier parts, None: all, and those of this part after them.
 
-    Only the last `most` tokens of each part are exchanged between ranks.
+    With `most` only the parts that hold these tokens send them, each its last `most` at most.
 
     Args:
         part: which part of the sequence this rank has.
         own: tensors (B, T, ...) of the tokens of this part.
         most: 0 or more.
     """
-    T = own[0].shape[1]
-    sent = T if most is None else min(most, T)
-    if sent == 0:
+    if most == 0:
         return own
-    every = part.gather(*(one[:, T - sent :] for one in own))
-    first = 0 if most is None else max(0, part.index - -(-most // T))
-    earlier = tuple(one[first : part.index] for one in every)
-    kept = T * len(earlier[0]) if most is None else most
+    if most is None:
+        earlier = tuple(one[: part.index] for one in part.gather(*own))
+        most = part.index * own[0].shape[1]
+    else:
+        reach = -(-most // own[0].shape[1])
+        earlier = part.gather_before(reach, *(one[:, -most:] for one in own))
     joined = tuple(
-        torch.cat([one.movedim(0, 1).flatten(1, 2)[:, -kept:], mine], dim=1)
+        torch.cat([one.movedim(0, 1).flatten(1, 2)[:, -most:], mine], dim=1)
         for one, mine in zip(earlier, own, strict=True)
     )
     return attached(joined, earlier)

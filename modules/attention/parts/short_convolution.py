@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from longhaul.modules.attention.parts.context_parallel import state_before
+from longhaul.modules.attention.parts.context_parallel import tokens_before
 from longhaul.modules.documents import Documents
 
 
@@ -51,10 +51,10 @@ class ShortConvolution(nn.Module):
         """
         T, past = x.shape[1], self.past
         if documents.sequence_part is not None:
-            state = self._before_part(x, documents)
-        elif state is None:
-            state = x.new_zeros(len(x), past, x.shape[2])
-        inputs = torch.cat([state, x], dim=1)
+            (inputs,) = tokens_before(documents.sequence_part, (x,), past)
+        else:
+            inputs = x if state is None else torch.cat([state, x], dim=1)
+        inputs = F.pad(inputs, (0, 0, past + T - inputs.shape[1], 0))
         # Products of few numbers each: sums of slices are faster than torch's Conv1d on a CPU.
         weight = self.weight[:, 0].to(torch.promote_types(x.dtype, torch.float32))
         y = x * weight[:, past]
@@ -67,17 +67,3 @@ class ShortConvolution(nn.Module):
             y = y + self.bias
         # A view would keep all inputs in memory.
         return silu(y.to(x.dtype)), inputs[:, T:].clone()
-
-    def _before_part(
-        self, x: Float[Tensor, "B T W"], documents: Documents
-    ) -> Float[Tensor, "B past W"]:
-        """The last inputs of earlier parts, which may be shorter than the convolution."""
-
-        def last(every: tuple[Tensor, ...], start: Tensor | None) -> Tensor:
-            inputs = every[0].transpose(0, 1).flatten(1, 2)  # (B, parts x their tokens, W)
-            return F.pad(inputs, (0, 0, self.past, 0))[:, -self.past :]
-
-        assert documents.sequence_part is not None
-        own = (x[:, -self.past :],)
-        state: Tensor = state_before(documents.sequence_part, own, last, None)
-        return state

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +228,9 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def bytes_sent(part: ContextParallel, tokens: int) -> Tensor:
+def bytes_sent(part: ContextParallel, run: Callable[[], Any]) -> Tensor:
     before = part.bytes_sent
-    language_model(part, tokens=tokens)
+    run()
     return torch.tensor(part.bytes_sent - before)
 
 
@@ -242,7 +243,12 @@ def every_case(part: ContextParallel) -> dict[str, Results]:
         for kind in KINDS
     }
     results |= {name: language_model(part, **options) for name, options in MODELS.items()}
-    sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
+    sent = {
+        f"{times} T": bytes_sent(part, partial(language_model, part, tokens=times * TOKENS))
+        for times in (1, 4)
+    }
+    window = partial(layer, "sliding_window", {"window": 4}, None, part)
+    sent["window"] = bytes_sent(part, window)
     return results | {"bytes": sent}
 
 
@@ -373,12 +379,21 @@ def test_communication_does_not_grow_with_the_sequence(found: list[Any]) -> None
         assert rank["bytes"]["1 T"] == rank["bytes"]["4 T"] > 0
 
 
+def test_a_window_is_sent_to_the_next_part_alone(found: list[Any]) -> None:
+    first, *middle, last = (rank["bytes"]["window"] for rank in found)
+    assert first > last > 0, "the first sends keys and values, the last their gradients"
+    assert all(sent == first + last for sent in middle)
+
+
 class FirstOfTwo:
     """A sequence part whose collective must not be called."""
 
     index, count = 0, 2
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError
+
+    def gather_before(self, reach: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         raise AssertionError
 
 

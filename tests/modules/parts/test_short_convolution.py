@@ -74,10 +74,15 @@ class Part:
     def __init__(self, index: int, parts: tuple[Tensor, ...]) -> None:
         self.index, self.count, self.parts = index, len(parts), parts
 
-    def gather(self, own: Tensor) -> tuple[Tensor]:
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError("other parts than those before need not be asked")
+
+    def gather_before(self, reach: int, own: Tensor) -> tuple[Tensor]:
         kept = own.shape[1]
         assert torch.equal(own, self.parts[self.index][:, -kept:])
-        return (torch.stack([one[:, -kept:] for one in self.parts]),)
+        first = max(0, self.index - reach)
+        before = [one[:, -kept:] for one in self.parts[first : self.index]]
+        return (torch.stack(before) if before else own.new_empty(0, *own.shape),)
 
 
 @pytest.mark.parametrize("count", [2, 8, 12, 24])  # parts of 12, 3, 2 and 1 tokens

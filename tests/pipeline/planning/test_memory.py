@@ -230,7 +230,7 @@ def test_what_a_rank_sends_is_counted_once_for_each_other_rank() -> None:
         for part in (ContextParallel(dist.group.WORLD), memory._LastPart(4)):
             part.all_gather(torch.zeros(5, dtype=torch.uint8))
             assert part.bytes_sent == 3 * 5
-            part.all_to_all(torch.zeros(4, 5, dtype=torch.uint8))
+            part.all_to_all(torch.zeros(4, 5, dtype=torch.uint8), [1] * 4, [1] * 4)
             assert part.bytes_sent == 2 * 3 * 5
 
 
