@@ -96,4 +96,6 @@ class Mamba2(PowerAttention):
         return super().merge(out, operands) + self.skip[:, None] * operands.v
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
-        return super().weights(x) + self.skip[:, None, None] * torch.eye(x.shape[1], dtype=x.dtype)
+        return super().weights(x) + self.skip[:, None, None] * torch.eye(
+            x.shape[1], dtype=x.dtype, device=x.device
+        )
