@@ -153,6 +153,11 @@ class DeltaAttention(Attention):
         y, (memory, carried) = self.step(x, state, inplace=True)
         return y, RecurrentState(memory, overwrite(state.carried, carried))
 
+    @property
+    def num_features(self) -> int:
+        """Rows P of the state of a head."""
+        return self.key_dim
+
     def features(self, x: Float[Tensor, "B T G K"]) -> Float[Tensor, "B T G P"]:
         """Queries or keys as the rows of the state have them."""
         return x
@@ -260,8 +265,7 @@ class DeltaAttention(Attention):
         return memory + self.num_convolved() * dtype.itemsize + rotation
 
     def _memory_size(self) -> int:
-        rows = self.features(torch.empty(1, 1, 1, self.key_dim, device="meta")).shape[-1]
-        return self.num_heads * rows * self.value_dim
+        return self.num_heads * self.num_features * self.value_dim
 
 
 def _after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Float[Tensor, "B H K V"]:

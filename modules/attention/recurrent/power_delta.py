@@ -72,6 +72,10 @@ class PowerDelta(DeltaAttention):
     ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H"]]:
         return self.strongest * self.write(x).sigmoid(), self.gate(x)
 
+    @property
+    def num_features(self) -> int:
+        return self.key_dim * (self.key_dim + 1) // 2
+
     def features(self, x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H P"]:
         """All products of two coordinates; those of two different ones count twice."""
         first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
@@ -101,8 +105,7 @@ class PowerDelta(DeltaAttention):
         )
         if memory is None:
             B, _, H, V = v.shape
-            rows = self.key_dim * (self.key_dim + 1) // 2
-            memory = v.new_zeros(B, H, rows, V, dtype=exact)
+            memory = v.new_zeros(B, H, self.num_features, V, dtype=exact)
         outputs = []
         with without_autocast(v):
             for chunk in chunks:
@@ -129,8 +132,14 @@ class PowerDelta(DeltaAttention):
         return out, from_start[:, :, -1:] * memory + (decay[:, :, -1:].mT * phi_k).mT @ w
 
     def check_context_parallel(self) -> None:
-        # Parts would exchange a number for every two features.
-        Attention.check_context_parallel(self)
+        # With heads of 64, the transition of a part has 2,080 columns beside 64 of values: to make
+        # it takes 22 times the products with the state that the layer itself takes.
+        P = self.num_features
+        raise ValueError(
+            f"attention.kind: found power_delta, whose ranks would exchange {P:,} x {P:,} numbers "
+            f"for each head and sequence ({4 * P**2:,} bytes); wanted a kind that supports context "
+            "parallelism"
+        )
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Scores of pairs, their solution and read-out; three products with the state a token."""
