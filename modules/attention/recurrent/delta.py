@@ -1,6 +1,5 @@
 """Attention with the delta rule: what the kinds share whose state decays by head or channel."""
 
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -20,6 +19,7 @@ from longhaul.modules.attention.base import (
     overwrite,
 )
 from longhaul.modules.attention.parts.context_parallel import state_before
+from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.power import for_each_query_head
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
@@ -80,11 +80,11 @@ class DeltaAttention(Attention):
     """S_t = Diag(e^g_t) S_(t-1), S_t += b_t k_t (v_t - S_t^T k_t)^T, y_t = S_t^T q_t / sqrt(K).
 
     q, k and v are silu of a short convolution of projections, |q_t| and |k_t| are 1. Then each head
-    is normalised, gated, and projected. A kind says how strongly its tokens write, b_t, and what
-    decays, g_t. One that does not erase has S_t += k_t v_t^T, with q and k as they are.
+    is normalised, gated, and projected. b_t = sigmoid(W x_t), or twice that with negative
+    eigenvalues. A kind says what decays, g_t, in `log_gates`. One whose config is no DeltaConfig
+    does not erase: S_t += k_t v_t^T, with q and k as they are.
     """
 
-    erases = True
     scale: float | None = None  # None is K^(-1/2)
 
     def __init__(
@@ -92,19 +92,20 @@ class DeltaAttention(Attention):
     ) -> None:
         """groups: queries and keys per token, each for several heads; None: one for each head."""
         self.key_dim, self.value_dim = config.widths(shape.head_dim)
-        self.in_float32 = self.erases
+        self.erases = self.in_float32 = isinstance(config, DeltaConfig)
         shape = replace(shape, head_dim=self.value_dim)
         super().__init__(config, shape)
         self.groups = check_groups(shape.heads if groups is None else groups, shape.heads)
         self.chunk_size = config.chunk_size
         self.add_qkv(config.build_rotary if isinstance(config, RotaryConfig) else None)
         self.add_output(config)
+        if isinstance(config, DeltaConfig):
+            self.strongest = 2.0 if config.negative_eigenvalues else 1.0
+            self.write = ScalarPerHead(shape.width, shape.heads)
 
-    @abstractmethod
-    def write_and_decay(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"] | None, Float[Tensor, "B T H *channels"] | None]:
-        """b_t, and g_t of every head or of every channel of its keys; None: as the class says."""
+    def strengths(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"] | None:
+        """b_t; None where nothing is erased."""
+        return self.strongest * self.write(x).sigmoid() if self.erases else None
 
     def head_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         keys = self.groups, self.key_dim
@@ -127,7 +128,7 @@ class DeltaAttention(Attention):
         memory, carried = state or (None, {})
         where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
         (q, k, v), after = self._project(x, where, carried)
-        beta, log_g = self.write_and_decay(x)
+        beta, log_g = self.strengths(x), self.log_gates(x)
         if documents is not None:
             if log_g is None:
                 log_g = x.new_zeros(v.shape[:3], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -141,7 +142,7 @@ class DeltaAttention(Attention):
         self.check_stateless(has_state=True)
         (q, k, v), after = self._project(x, Documents(x), state.carried)
         q, k = self.features(q), self.features(k)
-        beta, log_g = self.write_and_decay(x)
+        beta, log_g = self.strengths(x), self.log_gates(x)
         mixed, memory = delta_rule_step(
             state.memory, q, k, v, beta, log_g, scale=self.scale, inplace=inplace
         )
@@ -210,16 +211,13 @@ class DeltaAttention(Attention):
     ) -> Float[Tensor, "B T D"]:
         return self.project_output(x, mixed.flatten(2))
 
-    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
-        return self.write_and_decay(x)[1]
-
     def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H V"]:
         return self.queries_keys_values(x)[2]
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         """scores (I + system)^(-1) diag(b), both with products of gates, which may be zero."""
         (q, k, _), _ = self._project(x, Documents(x), {})
-        beta, log_g = self.write_and_decay(x)
+        beta, log_g = self.strengths(x), self.log_gates(x)
         exact = torch.promote_types(x.dtype, torch.float32)
         q, k = (self.features(for_each_query_head(one, self.num_heads).to(exact)) for one in (q, k))
         if log_g is None:

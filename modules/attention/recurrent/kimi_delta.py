@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, LayerShape, register
-from longhaul.modules.attention.parts.gates import LowRank, ScalarPerHead
+from longhaul.modules.attention.parts.gates import LowRank
 from longhaul.modules.attention.parts.time_step import TimeStep
 from longhaul.modules.attention.recurrent.delta import DeltaAttention, DeltaConfig
 
@@ -25,7 +25,7 @@ class KimiDeltaConfig(DeltaConfig):
 
 
 class KimiDelta(DeltaAttention):
-    """The delta rule with b_t = sigmoid(W x_t), and g_t = -A softplus(W_2 W_1 x_t + c).
+    """The delta rule with g_t = -A softplus(W_2 W_1 x_t + c).
 
     There is one A for each head, and one g_t and c for each channel of its keys. The ranks of the
     decay and of the output gate are the width of a value.
@@ -34,8 +34,6 @@ class KimiDelta(DeltaAttention):
 
     def __init__(self, config: KimiDeltaConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.strongest = 2.0 if config.negative_eigenvalues else 1.0
-        self.write = ScalarPerHead(shape.width, shape.heads)
         self.decay = LowRank(shape.width, self.value_dim, shape.heads * self.key_dim)
         self.time_step = TimeStep(shape.heads, rates=(1.0, 16.0), per_head=self.key_dim)
 
@@ -45,8 +43,6 @@ class KimiDelta(DeltaAttention):
             shape.projection(V), replace(shape, width=V).projection(shape.mixed_width)
         )
 
-    def write_and_decay(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H K"]]:
-        log_g = self.time_step(self.decay(x))[1].unflatten(-1, (self.num_heads, -1))
-        return self.strongest * self.write(x).sigmoid(), log_g
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
+        _, log_g = self.time_step(self.decay(x))
+        return log_g.unflatten(-1, (self.num_heads, -1))  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.delta.cost import choose_chunk_size
 from longhaul.modules.attention.base import Attention, DocumentRotaryConfig, LayerShape, register
-from longhaul.modules.attention.parts.gates import GateConfig, ScalarPerHead
+from longhaul.modules.attention.parts.gates import GateConfig
 from longhaul.modules.attention.recurrent.delta import DeltaAttention, DeltaConfig
 from longhaul.modules.rotary import Rotary
 
@@ -48,7 +48,7 @@ class PowerDelta(DeltaAttention):
 
     phi(a) . phi(b) = (a . b)^2, as in sympow of degree 2: its state, of K (K + 1) / 2 rows, where
     what is held under a key is erased before its value is written. |q_t|, |k_t| and so |phi(k_t)|
-    are 1. A norm of each head takes the place of sympow's denominator. b_t = sigmoid(W x_t).
+    are 1. A norm of each head takes the place of sympow's denominator.
 
     In a chunk that begins with the state S, with A_t = gamma_1 ... gamma_t, the new values
     w_t = b_t (v_t - what is held) solve a triangular system,
@@ -63,14 +63,10 @@ class PowerDelta(DeltaAttention):
 
     def __init__(self, config: PowerDeltaConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.strongest = 2.0 if config.negative_eigenvalues else 1.0
-        self.write = ScalarPerHead(shape.width, shape.heads)
         self.gate = config.build_gate(shape.width, shape.heads)
 
-    def write_and_decay(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H"]]:
-        return self.strongest * self.write(x).sigmoid(), self.gate(x)
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
+        return self.gate(x)  # type: ignore[no-any-return]
 
     @property
     def num_features(self) -> int:
