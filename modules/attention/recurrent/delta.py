@@ -20,6 +20,7 @@ from longhaul.modules.attention.base import (
 )
 from longhaul.modules.attention.parts.context_parallel import state_before
 from longhaul.modules.attention.parts.gates import ScalarPerHead
+from longhaul.modules.attention.parts.qkv import check_groups
 from longhaul.modules.attention.power import for_each_query_head
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
@@ -270,13 +271,6 @@ def _after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Float[Tenso
     """The state after all earlier parts, from the summary of each."""
     transitions, added = every
     return state_after(transitions, added, start)
-
-
-def check_groups(groups: int, heads: int) -> int:
-    """So many queries and keys, if heads can share them equally; else ValueError."""
-    if heads % groups:
-        raise ValueError(f"attention.groups: found {groups}, wanted a divisor of {heads} heads")
-    return groups
 
 
 def _unit(x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.parts.gates import ScalarPerHead
+from longhaul.modules.attention.parts.qkv import check_groups
 from longhaul.modules.attention.parts.time_step import TimeStep
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
-from longhaul.modules.attention.recurrent.delta import check_groups
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 
