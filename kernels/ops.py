@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from longhaul.kernels.cross_entropy import verify as cross_entropy
+from longhaul.kernels.delta.verify import catalogue as delta
 from longhaul.kernels.power.verify import catalogue as power
 from longhaul.kernels.power.verify.shapes import SHAPES
 from longhaul.kernels.rotary import verify as rotary
@@ -42,6 +43,12 @@ OPS = (
         extremes=power.extreme_cases,
         long=power.long_cases(),
         candidates=power.candidate_cases(),
+    ),
+    Op(
+        features=delta.feature_cases,
+        shapes={},
+        extremes=lambda backend: delta.extreme_cases(),
+        long=delta.long_cases(),
     ),
     Op(features=cross_entropy.cases, shapes=cross_entropy.SHAPES),
     Op(features=rotary.cases, shapes=rotary.SHAPES),

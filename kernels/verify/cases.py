@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend
+from longhaul.kernels.backend import Backend, own_backend
 from longhaul.kernels.testing import compare, poisoned_memory
 from longhaul.kernels.verify.candidates import does_not_fit, with_candidate
 
@@ -46,6 +46,15 @@ class Case(ABC):
     def gigabytes(self) -> float:
         """About how much memory of a GPU a process needs for it."""
         return 1.5
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether a machine without a GPU cannot run it."""
+        return False
+
+    def backend(self, device: torch.device) -> Backend:
+        """The backend that is checked on a device, by name, so that no call falls back."""
+        return own_backend(device)
 
     @abstractmethod
     def inputs(self, device: torch.device) -> dict[str, Tensor]:

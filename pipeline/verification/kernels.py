@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def _checks(
             seconds=seconds,
             is_alone=False,
             gigabytes=case.gigabytes,
-            needs=needs,
+            needs=replace(needs, gpu=needs.gpu or case.needs_gpu),
         )
         for case in cases
     ]
@@ -100,7 +100,7 @@ def check_case(case: Case, place: Place) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(1)  # Other processes have the other cores.
     forms: dict[str, dict[str, Any]] = {}
-    for record in check(case, device, own_backend(device)):
+    for record in check(case, device, case.backend(device)):
         name = record["form"]
         forms[name] = {key: record.get(key) for key in ("tensors", "seconds", "faults")}
         if "does_not_fit" in record:
