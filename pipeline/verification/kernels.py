@@ -73,6 +73,16 @@ def remaining_checks(device: str) -> list[Check]:
     ]
 
 
+def peer_checks(device: str) -> list[Check]:
+    """Other projects' kernels that an op may be asked to run."""
+    return [
+        replace(check, is_ours=False)
+        for op in OPS
+        for package, cases in op.peers.items()
+        for check in _checks(cases, device, Needs(gpu=True, packages=(package,)), seconds=280)
+    ]
+
+
 def _checks(
     cases: Sequence[Case], device: str, needs: Needs | None = None, seconds: float = 150
 ) -> list[Check]:

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from longhaul.kernels.backend import Backend
 from longhaul.kernels.delta import delta_rule, delta_rule_step, delta_summary
+from longhaul.kernels.delta.op import DeltaBackend
 from longhaul.kernels.verify.cases import Case
 
 # Up to so many tokens the recurrence is the oracle: autograd keeps a state for each of them.
@@ -24,7 +25,7 @@ class DeltaCase(Case):
 
     # "chunked", "recurrent"; "step" and "summary" are checked by themselves
     forms: tuple[str, ...] = ("chunked",)
-    runs_on: Literal["torch", "triton"] = "torch"
+    runs_on: Literal["torch", "triton", "fla"] = "torch"
     B: int = 1
     H: int = 4
     G: int = 2
@@ -48,7 +49,7 @@ class DeltaCase(Case):
     def needs_gpu(self) -> bool:
         return self.runs_on != "torch"
 
-    def backend(self, device: torch.device) -> Backend:
+    def backend(self, device: torch.device) -> DeltaBackend:
         return self.runs_on
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:

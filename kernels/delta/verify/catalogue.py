@@ -47,6 +47,20 @@ def long_cases() -> list[DeltaCase]:
     return [_on(case, backend, dtype) for backend in BACKENDS for case in every for dtype in DTYPES]
 
 
+def peer_cases() -> list[DeltaCase]:
+    """What flash-linear-attention's kernels are asked for, each of them, in bfloat16."""
+    cases = []
+    for gates in ("none", "scalar", "channel"):
+        for erases in (True, False):
+            what = f"gates {gates}" + ", nothing is erased" * (not erases)
+            given = DeltaCase(name=what, gates=gates, erases=erases, T=700, is_continued=True)
+            cases += [replace(given, name=f"carried on, {what}", B=2)]
+            cases += [replace(given, name=f"packed, {what}", documents=(0, 1, 64, 300))]
+            if gates != "none":
+                cases += [replace(given, name=f"reset, {what}", B=2, decays="reset")]
+    return [_on(case, "fla", "bfloat16") for case in cases]
+
+
 def _features() -> Iterable[DeltaCase]:
     yield DeltaCase(name="K 64, a gate a head")
     yield DeltaCase(name="K 64, a gate a channel", gates="channel")

@@ -61,6 +61,16 @@ def test_the_cases_are_of_every_recurrence_that_the_op_serves() -> None:
     assert max(case.T for case in every) > 2**17
 
 
+def test_flash_linear_attention_is_asked_for_what_it_can_do() -> None:
+    cases = catalogue.peer_cases()
+    assert {case.backend(CPU) for case in cases} == {"fla"}
+    assert all(case.needs_gpu for case in cases)
+    for case in cases:
+        # The checks themselves are sound: our own backend passes them.
+        for record in check(case.shrunk(24, 8), CPU, "torch"):
+            assert record["faults"] == []
+
+
 @pytest.mark.parametrize("name", ["out", "final state", "dbeta", "dlog_g", "dstate"])
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = DeltaCase(name="packed", T=40, K=8, V=8, documents=(0, 9), is_continued=True)
