@@ -30,7 +30,7 @@ def why_unavailable(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the tensors are on {device}"
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def delta_rule_fla(
     q: Float[Tensor, "B T G K"],
     k: Float[Tensor, "B T G K"],
@@ -58,9 +58,8 @@ def delta_rule_fla(
         begins_anew = _begins_anew(log_g)
         if begins_anew.any():
             log_g = log_g.masked_fill(log_g.isneginf(), 0)
-            q, k, v, beta, log_g = (
-                None if x is None else x.flatten(0, 1)[None] for x in (q, k, v, beta, log_g)
-            )
+            q, k, v, log_g = (x.flatten(0, 1)[None] for x in (q, k, v, log_g))
+            beta = None if beta is None else beta.flatten(0, 1)[None]
             if offsets is None:
                 offsets = torch.arange(0, B * T + 1, T, device=v.device)
             state, offsets, last = _documents(begins_anew.flatten(), state, offsets)

@@ -97,12 +97,13 @@ def delta_rule(
             raise cannot_run(backend, "it has the chunked form alone")
         if cu_seqlens is not None:
             check_offsets(cu_seqlens, T)
-        return delta_rule_fla(
+        results: tuple[Tensor, Tensor | None] = delta_rule_fla(
             *(q, k, v, beta, log_g, initial_state),
             scale=scale,
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
         )
+        return results
     resolved = _resolve(backend, q.device)
     if resolved == "reference" or form == "recurrent":
         one = delta_rule_reference if resolved == "reference" else delta_rule_recurrent

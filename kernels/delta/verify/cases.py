@@ -18,6 +18,8 @@ from longhaul.kernels.verify.cases import Case
 # Up to so many tokens the recurrence is the oracle: autograd keeps a state for each of them.
 _LONGEST_DEFINITION = 2048
 
+Runner = Literal["torch", "triton", "fla"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaCase(Case):
@@ -25,7 +27,7 @@ class DeltaCase(Case):
 
     # "chunked", "recurrent"; "step" and "summary" are checked by themselves
     forms: tuple[str, ...] = ("chunked",)
-    runs_on: Literal["torch", "triton", "fla"] = "torch"
+    runs_on: Runner = "torch"
     B: int = 1
     H: int = 4
     G: int = 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from longhaul.kernels.delta.verify.cases import DeltaCase
+from longhaul.kernels.delta.verify.cases import DeltaCase, Runner
 from longhaul.kernels.verify.cases import DTYPES
 
-BACKENDS = ("torch",)
+BACKENDS: tuple[Runner, ...] = ("torch",)
+"""Those of ours that a call can be asked to run on."""
+
 _BOTH = ("chunked", "recurrent")
 _MANY = tuple(range(0, 1984, 31))  # 64 short documents
 
@@ -87,5 +89,5 @@ def _features() -> Iterable[DeltaCase]:
     yield DeltaCase(name="one token", T=1, is_continued=True)
 
 
-def _on(case: DeltaCase, backend: str, dtype: str) -> DeltaCase:
+def _on(case: DeltaCase, backend: Runner, dtype: str) -> DeltaCase:
     return replace(case, name=f"delta rule, {backend}: {case.name}", runs_on=backend, dtype=dtype)

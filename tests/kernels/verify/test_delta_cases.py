@@ -1,12 +1,14 @@
 """The checks of the delta rule, run on a CPU at small sizes: they find what is wrong, no more."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from longhaul.kernels.delta.verify import catalogue
+from longhaul.kernels.delta import op
+from longhaul.kernels.delta.verify import catalogue, tasks
 from longhaul.kernels.delta.verify.cases import DeltaCase
 from longhaul.kernels.verify.cases import DTYPES, check
 
@@ -85,3 +87,26 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     monkeypatch.setattr(DeltaCase, "run", harmed)
     (record,) = records_of(case)
     assert [fault.partition(":")[0] for fault in record["faults"]] == [name]
+
+
+def in_place_of_fla(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **_: Any) -> Any:
+    return op.delta_rule(q, k, v, rest[0], rest[1], backend="torch")
+
+
+def test_every_kind_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for task in tasks.op_tasks():
+        result = replace(task, T=40, H=1, K=16).measure(CPU)
+        assert result["forward_backward_ms"] > 0
+        assert task.is_ours
+    peers = tasks.peer_tasks()
+    # In place of the package: what differs in nothing.
+    monkeypatch.setattr(op, "delta_rule_fla", in_place_of_fla)
+    assert replace(peers[0], T=40, H=1, K=16).measure(CPU)["differs_by"] == 0
+    monkeypatch.undo()
+    assert {task.package for task in peers} == {"fla"}
+    assert not any(task.is_ours for task in peers)
+    assert {(task.kind, task.T) for task in peers} == {
+        (task.kind, task.T) for task in tasks.op_tasks() if task.implementation == "torch"
+    }
+    with pytest.raises(ValueError, match="backend: 'fla' cannot run"):
+        replace(peers[0], T=40).measure(CPU)
