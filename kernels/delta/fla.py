@@ -23,6 +23,11 @@ _WIDEST_KEYS = 256
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
+def runs_on_fla(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether its kernels are for tensors of this kind, be they installed or not."""
+    return device.type == "cuda" and dtype in _DTYPES
+
+
 def why_unavailable(device: torch.device) -> str | None:
     """Why the package cannot run on tensors of a device; None when it can."""
     if not _IS_INSTALLED:

@@ -71,7 +71,7 @@ def _features() -> Iterable[DeltaCase]:
     yield DeltaCase(name="Gated DeltaNet, wide values", H=2, G=2, K=256, V=512, T=200)
     yield DeltaCase(name="KDA", gates="channel", H=2, G=2, K=128, V=128, T=700)
     yield DeltaCase(name="GLA", gates="channel", erases=False, H=2, G=2, K=128, V=256, T=500)
-    yield DeltaCase(name="shared keys, nothing is erased", erases=False, H=8, G=1, K=128, V=64, T=500)
+    yield DeltaCase(name="one head of keys", erases=False, H=8, G=1, K=128, V=64, T=500)
     yield DeltaCase(name="linear attention", gates="none", erases=False, T=1000)
     for gates in ("none", "scalar", "channel"):
         for erases in (True, False):
