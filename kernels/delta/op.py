@@ -18,10 +18,12 @@ from longhaul.kernels.delta import library
 from longhaul.kernels.delta.call import DeltaCall, Inputs
 from longhaul.kernels.delta.checks import check_state, check_tensors
 from longhaul.kernels.delta.cost import choose_chunk_size
+from longhaul.kernels.delta.fla import delta_rule_fla
 from longhaul.kernels.delta.reference import delta_rule_reference
 from longhaul.kernels.delta.torch import delta_rule_recurrent, step
 
 Form = Literal["auto", "chunked", "recurrent"]
+DeltaBackend = Backend | Literal["fla"]
 
 
 def delta_rule(
@@ -37,7 +39,7 @@ def delta_rule(
     cu_seqlens: Int[Tensor, " N_plus_1"] | None = None,
     chunk_size: int | None = None,
     form: Form = "auto",
-    backend: Backend = "auto",
+    backend: DeltaBackend = "auto",
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "S H K V"] | None]:
     """Reads of a state that is decayed, erased along each key, and written: scale S_tᵀ q_t.
 
@@ -62,7 +64,10 @@ def delta_rule(
             changes speed and memory, and of the result its rounding.
         form: "chunked", "recurrent" (one token at a time) or "auto", which is "chunked". Results
             agree up to rounding.
-        backend: "reference" (the recurrence, which ignores `form`), "torch", "triton", "auto".
+        backend: "reference" (the recurrence, which ignores `form`), "torch", "triton", "auto", or
+            "fla": the chunked form in 16 bits by flash-linear-attention's kernels, on a GPU where
+            that package is installed. It ignores `chunk_size`, and needs the GPU's answer about
+            which gates are 0.
 
     Returns:
         The output in the dtype of q, and the state or None. Both have gradients once. Second
@@ -84,10 +89,22 @@ def delta_rule(
     scale = K**-0.5 if scale is None else scale
     if cu_seqlens is not None:
         check_packing(cu_seqlens, q)
-    resolved = _resolve(backend, q.device)
     S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         check_state("initial_state", initial_state, S, H, K, V)
+    if backend == "fla":
+        if form == "recurrent":
+            raise cannot_run(backend, "it has the chunked form alone")
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens, T)
+        results: tuple[Tensor, Tensor | None] = delta_rule_fla(
+            *(q, k, v, beta, log_g, initial_state),
+            scale=scale,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
+        return results
+    resolved = _resolve(backend, q.device)
     if resolved == "reference" or form == "recurrent":
         one = delta_rule_reference if resolved == "reference" else delta_rule_recurrent
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
