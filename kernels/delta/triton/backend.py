@@ -16,11 +16,16 @@ from longhaul.kernels.delta.triton.shapes import Shapes, shapes_of
 from longhaul.kernels.delta.triton.walk import walk, walk_back
 
 _WIDEST_KEY = 256
+_LONGEST_CHUNK = 64
 
 
-def why_not(K: int) -> str | None:
+def why_not(K: int, chunk_size: int | None) -> str | None:
     """Why the kernels do not support a call; None if they do."""
-    return None if K <= _WIDEST_KEY else f"its kernels take K up to {_WIDEST_KEY}, found {K}"
+    if K > _WIDEST_KEY:
+        return f"its kernels take K up to {_WIDEST_KEY}, found {K}"
+    if chunk_size is not None and chunk_size > _LONGEST_CHUNK:
+        return f"its kernels take chunks of up to {_LONGEST_CHUNK} tokens, found {chunk_size}"
+    return None
 
 
 def forward(call: DeltaCall, inputs: Inputs) -> Forward:
