@@ -221,7 +221,8 @@ def _chunked_backend(
     backend: Backend, resolved: str, k: Tensor, chunk_size: int | None
 ) -> Literal["torch", "triton"]:
     """The backend of the chunked form, where `resolved` could run."""
-    if resolved != "triton":
+    if resolved != "triton" or backend == "auto":
+        # The kernel of the gradients spills registers, and no GPU has run it: only by name.
         return "torch"
     if reason := why_dtype_unsupported(k.dtype):
         return triton_unless(_OP, backend, reason)

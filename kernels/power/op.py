@@ -33,6 +33,7 @@ from longhaul.kernels.shapes import check_degree
 
 _OP = "power attention"
 
+
 def power_attention(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T G K"],

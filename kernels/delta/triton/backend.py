@@ -64,7 +64,7 @@ def backward(
         )
         if dq is None and q is not None:
             dq = torch.zeros_like(dk)
-        G, K = k.shape[2:]
+        G = k.shape[2]
         dk, dq = (x if x is None else x.unflatten(2, (G, -1)).sum(dim=3) for x in (dk, dq))
         assert dk is not None
         return Gradients(

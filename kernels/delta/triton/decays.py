@@ -53,15 +53,15 @@ def over_chunk(g, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def pairs_at(c, SIZE: tl.constexpr):
-    """Of the pairs (t, i) those in the second and in the first half of one block of 2 SIZE."""
+def pairs_at(c, size):
+    """Of the pairs (t, i) those in the second and in the first half of one block of 2 size."""
     t, i = c[:, None], c[None, :]
-    return (t // (2 * SIZE) == i // (2 * SIZE)) & (t // SIZE % 2 == 1) & (i // SIZE % 2 == 0)
+    return (t // (2 * size) == i // (2 * size)) & (t // size % 2 == 1) & (i // size % 2 == 0)
 
 
 @triton.jit
 def halves_at(g, g_after, c, SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Decays from the start of its half to each token, and from the token to the end of its half."""
+    """Decays from the start of a half to each of its tokens, and from the token to its end."""
     blocks: tl.constexpr = BLOCK_C // SIZE
     later = tl.cumsum(tl.reshape(g, (blocks, SIZE, BLOCK_K)), axis=1)
     inner = tl.where((c % SIZE != SIZE - 1)[:, None], g_after, 0.0)
@@ -105,7 +105,8 @@ def faded_scores(
 def inverse_of_unit_lower(a, c, LEVELS: tl.constexpr, EXACT: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a, blocks merged by (16) from size 1 on."""
     inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
+    # A loop at run time: unrolled, its products would spill registers.
+    for level in range(0, LEVELS):
         below = tl.where(pairs_at(c, 1 << level), a, 0.0)
         merged = tl.dot(below, inverse, input_precision=EXACT)
         inverse -= tl.dot(inverse, merged, input_precision=EXACT)

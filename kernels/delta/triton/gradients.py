@@ -45,6 +45,7 @@ def token_gradients(
         dk, *(dk if x is None else x for x in (dq, dbeta)), dv, dg,
         chunks.table, T, H, shapes.G, shapes.K, V, scale,
         HAS_OUTPUT=dout is not None, ERASES=beta is not None, **shapes.meta,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     return Gradients(dk, dv, dq, dbeta, dg, back.dinitial)
 

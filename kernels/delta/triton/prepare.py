@@ -43,6 +43,7 @@ def prepare(
             k if q is None else q, k, v, log_g if beta is None else beta, log_g,
             *(k if x is None else x for x in (p, u, w)), chunks.table, T, H, shapes.G, shapes.K, V,
             HAS_QUERIES=q is not None, ERASES=erases, **shapes.meta,
+        num_warps=8, num_stages=1,
         )  # fmt: skip
     return Prepared(p, u, w)
 

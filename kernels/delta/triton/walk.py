@@ -1,4 +1,4 @@
-"""The state through the chunks of a sequence, forward (7), (8), and its gradient back (11), (12)."""
+"""The state through the chunks of a sequence, (7) and (8), and its gradient back, (11) and (12)."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def _delta_walk_kernel(
     is_place = (kk < K)[:, None] & (vv < V)[None, :]
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if HAS_INITIAL:
-        at = initial_ptr + (sequence * H + h) * K * V + place
-        state = tl.load(at, mask=is_place, other=0.0).to(tl.float32)
+        initial_ptr += (sequence * H + h) * K * V
+        state = tl.load(initial_ptr + place, mask=is_place, other=0.0).to(tl.float32)
     for number in range(0, count):
         chunk = first + number
         _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
@@ -136,8 +136,8 @@ def _delta_walk_back_kernel(
     is_place = (kk < K)[:, None] & (vv < V)[None, :]
     dstate = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if HAS_FINAL:
-        at = dfinal_ptr + (sequence * H + h) * K * V + place
-        dstate = tl.load(at, mask=is_place, other=0.0).to(tl.float32)
+        dfinal_ptr += (sequence * H + h) * K * V
+        dstate = tl.load(dfinal_ptr + place, mask=is_place, other=0.0).to(tl.float32)
     for number in range(0, count):
         chunk = first + count - 1 - number
         _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)

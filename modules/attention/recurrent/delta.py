@@ -248,10 +248,10 @@ class DeltaAttention(Attention):
             return scores @ written
 
     def form(self, T: int, backend: str) -> str:
-        return f"chunked {self.chunk_size or choose_chunk_size(T, backend)}"
+        return f"chunked {self.chunk_size or choose_chunk_size(T)}"
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
-        chunk_size = self.chunk_size or choose_chunk_size(T, backend)
+        chunk_size = self.chunk_size or choose_chunk_size(T)
         flops = delta_flops(T, self.key_dim, self.value_dim, chunk_size, erases=self.erases)
         return self.num_heads * flops // T
 

@@ -50,6 +50,7 @@ def call(
     )
     leaves = [x if x is None else x.requires_grad_() for x in inputs]
     defaults = {"scale": 0.3, "chunk_size": 8, "output_final_state": True, "keeps_states": True}
+    defaults |= {"backend": "torch"}
     return (*leaves, torch.tensor(OFFSETS) if is_packed else None), defaults | settings
 
 

@@ -1,12 +1,8 @@
 """The Triton kernels of the delta rule, interpreted, against the recurrence in float64."""
 
-from typing import Any
-
 import pytest
 import torch
 from delta_cases import Case
-
-from longhaul.kernels import delta_rule
 
 CASES = {
     "scalar gates": Case(T=21, B=1, H=2, G=1),
