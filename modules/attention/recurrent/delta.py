@@ -11,6 +11,7 @@ from torch.linalg import solve_triangular
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.delta import delta_rule, delta_rule_step, delta_summary, state_after
 from longhaul.kernels.delta.cost import choose_chunk_size, delta_flops
+from longhaul.kernels.delta.fla import runs_on_fla
 from longhaul.modules.attention.base import (
     Attention,
     LayerShape,
@@ -30,7 +31,7 @@ from longhaul.modules.documents import Documents
 class RecurrentConfig(PartsConfig):
     """Options that these kinds share."""
 
-    speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
+    speed_options: ClassVar[tuple[str, ...]] = ("chunk_size", "backend")
 
     key_dim: int | None = None
     """Width of a key and query, 1 or more; null: as published, from the width of a head."""
@@ -49,6 +50,9 @@ class RecurrentConfig(PartsConfig):
 
     chunk_size: int | None = None
     """Tokens per chunk, a power of two; null: the cost model. Only affects speed."""
+
+    backend: Literal["auto", "fla"] = "auto"
+    """auto | fla (flash-linear-attention's, on a GPU in 16 bits). Affects speed and rounding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +102,7 @@ class DeltaAttention(Attention):
         super().__init__(config, shape)
         self.groups = check_groups(shape.heads if groups is None else groups, shape.heads)
         self.chunk_size = config.chunk_size
+        self.backend = config.backend
         self.add_qkv(config.build_rotary if isinstance(config, RotaryConfig) else None)
         self.add_output(config)
         if isinstance(config, DeltaConfig):
@@ -187,6 +192,7 @@ class DeltaAttention(Attention):
             initial_state=memory,
             output_final_state=keep_state,
             chunk_size=self.chunk_size,
+            backend=self.backend if runs_on_fla(v.device, v.dtype) else "auto",
         )
 
     def check_context_parallel(self) -> None:

@@ -36,6 +36,11 @@ class PowerDeltaConfig(GateConfig, DocumentRotaryConfig, DeltaConfig):
     output_gate: Literal["none", "silu", "sigmoid"] = "none"
     """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend != "auto":
+            raise ValueError(f"backend: found {self.backend!r}, wanted 'auto': nobody else has it")
+
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None
 
