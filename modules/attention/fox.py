@@ -71,7 +71,7 @@ class Fox(FusedAttention):
         if self.key_shift is None or self.value_shift is None:
             return super().projected(x, documents, convolved)
         queries, *shifted = self.qkv_widths
-        q, kv = self.qkv(x).split([queries, sum(shifted)], dim=-1)
+        q, kv = getattr(self, self.qkv_name)(x).split([queries, sum(shifted)], dim=-1)
         inputs = with_past(kv, documents, convolved, 1)
         before = inputs[:, :-1]
         if documents.age is not None:
