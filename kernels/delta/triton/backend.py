@@ -34,14 +34,14 @@ def forward(call: DeltaCall, inputs: Inputs) -> Forward:
         given, shapes, chunks = _prepared(call, inputs)
         k, v, q, beta, log_g, state, _ = given
         assert log_g is not None
-        prepared = prepare(shapes, chunks, q, k, v, beta, log_g)
-        walked = walk(shapes, chunks, k, v, log_g, prepared, state, keeps=q is not None)
+        prepared = prepare(shapes, chunks, q, k, v, beta, log_g, call.scale, goes_back=False)
+        walked = walk(shapes, chunks, v, prepared, state, keeps=q is not None)
         out = None
         if q is not None and prepared.p is not None:
+            assert prepared.q_start is not None
             assert walked.states is not None
             assert walked.new is not None
-            states, new = walked.states, walked.new
-            out = read(shapes, chunks, q, log_g, prepared.p, states, new, call.scale)
+            out = read(shapes, chunks, q, prepared.q_start, prepared.p, walked.states, walked.new)
         return Forward(out, walked.final if call.output_final_state else None, None)
 
 
@@ -56,9 +56,9 @@ def backward(
         dout = None if dout is None else dout.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
         queries = None if dout is None else q
-        prepared = prepare(shapes, chunks, queries, k, v, beta, log_g)
-        walked = walk(shapes, chunks, k, v, log_g, prepared, state, keeps=True)
-        back = walk_back(shapes, chunks, queries, k, log_g, prepared, dout, dstate, v, call.scale)
+        prepared = prepare(shapes, chunks, queries, k, v, beta, log_g, call.scale, goes_back=True)
+        walked = walk(shapes, chunks, v, prepared, state, keeps=True)
+        back = walk_back(shapes, chunks, v, prepared, dout, dstate)
         dk, dv, dq, dbeta, dlog_g, dinitial = token_gradients(
             shapes, chunks, queries, k, v, beta, log_g, prepared, walked, back, dout, call.scale
         )

@@ -46,68 +46,65 @@ def to_end(g_after, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def over_chunk(g, CHANNELS: tl.constexpr):
-    """Decay over the whole chunk, for each key channel or for all: (BLOCK_K, 1) or (1, 1)."""
-    decay = exp2_flushed(tl.sum(g, axis=0))
-    return decay[:, None] if CHANNELS else tl.full((1, 1), 0.0, tl.float32) + decay
+def over_chunk(g):
+    """Decay over the whole chunk, for each key channel or for all."""
+    return exp2_flushed(tl.sum(g, axis=0))
 
 
 @triton.jit
-def pairs_at(c, size):
+def from_on(x, SIZE: tl.constexpr):
+    """Of each token, the sum over it and the later ones of its block of SIZE tokens."""
+    tokens: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x, (tokens // SIZE, SIZE, width))
+    return tl.reshape(tl.cumsum(blocks, axis=1, reverse=True), (tokens, width))
+
+
+@triton.jit
+def before(x, SIZE: tl.constexpr):
+    """Of each token, the sum over the earlier ones of its block of SIZE tokens."""
+    tokens: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x, (tokens // SIZE, SIZE, width))
+    return tl.reshape(tl.cumsum(blocks, axis=1), (tokens, width)) - x
+
+
+@triton.jit
+def pairs_of_halves(c, size):
     """Of the pairs (t, i) those in the second and in the first half of one block of 2 size."""
     t, i = c[:, None], c[None, :]
     return (t // (2 * size) == i // (2 * size)) & (t // size % 2 == 1) & (i // size % 2 == 0)
 
 
 @triton.jit
-def halves_at(g, g_after, c, SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr):
+def halves_at(g, g_after, c, SIZE: tl.constexpr):
     """Decays from the start of a half to each of its tokens, and from the token to its end."""
-    blocks: tl.constexpr = BLOCK_C // SIZE
-    later = tl.cumsum(tl.reshape(g, (blocks, SIZE, BLOCK_K)), axis=1)
-    inner = tl.where((c % SIZE != SIZE - 1)[:, None], g_after, 0.0)
-    earlier = tl.cumsum(tl.reshape(inner, (blocks, SIZE, BLOCK_K)), axis=1, reverse=True)
-    later = tl.reshape(later, (BLOCK_C, BLOCK_K))
-    earlier = tl.reshape(earlier, (BLOCK_C, BLOCK_K))
-    return exp2_flushed(later), exp2_flushed(earlier)
+    tokens: tl.constexpr = g.shape[0]
+    width: tl.constexpr = g.shape[1]
+    later = tl.cumsum(tl.reshape(g, (tokens // SIZE, SIZE, width)), axis=1)
+    earlier = from_on(tl.where((c % SIZE != SIZE - 1)[:, None], g_after, 0.0), SIZE)
+    return exp2_flushed(tl.reshape(later, (tokens, width))), exp2_flushed(earlier)
 
 
 @triton.jit
 def decay_between(g, c):
     """(BLOCK_C, BLOCK_C): from after token i to token t, its own gate included; 0 where i > t."""
     t, i = c[:, None], c[None, :]
-    # Of column i the gates after token i alone: a product with zeros and ones, which only adds.
-    after = tl.where(t > i, g[:, None], 0.0)
-    logs = tl.dot(tl.where(t >= i, 1.0, 0.0), after, input_precision="ieee")
+    logs = tl.cumsum(tl.where(t > i, g[:, None], 0.0), axis=0)
     return tl.where(t >= i, exp2_flushed(logs), 0.0)
 
 
 @triton.jit
-def faded_scores(
-    x, k, g, g_after, between, c,
-    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """<x, k>: for i <= t the product of x_t and k_i as it has faded, else 0; (3) and (4)."""
-    if CHANNELS:
-        own = tl.sum(x.to(tl.float32) * k.to(tl.float32), axis=1)
-        scores = tl.where(c[:, None] == c[None, :], own[:, None], 0.0)
-        for level in tl.static_range(LEVELS):
-            later, earlier = halves_at(g, g_after, c, 1 << level, BLOCK_C, BLOCK_K)
-            rows, columns = (x * later).to(DOT), (k * earlier).to(DOT)
-            found = tl.dot(rows, tl.trans(columns), input_precision=PRECISION)
-            scores += tl.where(pairs_at(c, 1 << level), found, 0.0)
-        return scores
-    else:  # noqa: RET505
-        return tl.dot(x, tl.trans(k), input_precision=PRECISION) * between
-
-
-@triton.jit
-def inverse_of_unit_lower(a, c, LEVELS: tl.constexpr, EXACT: tl.constexpr):
+def inverse_of_unit_lower(a, c, BLOCK_C: tl.constexpr, EXACT: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a, blocks merged by (16) from size 1 on."""
+    # Of pairs of tokens it is known.
     inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0)
+    inverse -= tl.where(pairs_of_halves(c, 1), a, 0.0)
     # A loop at run time: unrolled, its products would spill registers.
-    for level in range(0, LEVELS):
-        below = tl.where(pairs_at(c, 1 << level), a, 0.0)
+    size = 2
+    while size < BLOCK_C:
+        below = tl.where(pairs_of_halves(c, size), a, 0.0)
         merged = tl.dot(below, inverse, input_precision=EXACT)
         inverse -= tl.dot(inverse, merged, input_precision=EXACT)
+        size *= 2
     return inverse

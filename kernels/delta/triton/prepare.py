@@ -1,96 +1,162 @@
-"""What tokens of a chunk make of it without its state: scores of queries, U and W of (6)."""
+"""What tokens of a chunk make of it without its state: (3) to (6), and the factors of (8), (9)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks, load_chunk
+from longhaul.kernels.common.triton.launch import candidates, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.decays import (
     decay_between,
-    faded_scores,
     from_start,
+    halves_at,
     inverse_of_unit_lower,
     load_gates,
+    over_chunk,
+    pairs_of_halves,
+    to_end,
 )
-from longhaul.kernels.delta.triton.shapes import Shapes
+from longhaul.kernels.delta.triton.shapes import Shapes, exact_products
+
+_CANDIDATES = candidates(config(8, 1), config(4, 1), config(4, 2))
 
 
 class Prepared(NamedTuple):
-    """Of every token and head of values, in the dtype of products."""
+    """Of every token and head of values, in the dtype of products; of T and decays in float32."""
 
-    p: Tensor | None  # (B, T, H, BLOCK_C): scores of its query, without the scale
+    p: Tensor | None  # (B, T, H, BLOCK_C), scores of its query
+    q_start: Tensor | None  # (B, T, H, K)
+    k_end: Tensor  # (B, T, H, K)
+    total: Tensor  # (chunks, H, K or 1), the decay over a chunk
     u: Tensor | None  # (B, T, H, V)
     w: Tensor | None  # (B, T, H, K)
+    # For the backward pass, of (5):
+    inverse: Tensor | None  # (B, T, H, BLOCK_C), T
+    scores: Tensor | None  # (B, T, H, BLOCK_C), <k, k>
 
 
 def prepare(
     shapes: Shapes, chunks: Chunks, q: Tensor | None, k: Tensor, v: Tensor, beta: Tensor | None,
-    log_g: Tensor,
+    log_g: Tensor, scale: float, *, goes_back: bool,
 ) -> Prepared:  # fmt: skip
-    """Scores, U and W of all chunks; those that the call has."""
+    """Everything that the call has."""
     B, T, H, V = v.shape
-    erases = beta is not None
-    p = None if q is None else shapes.scratch(k, B, T, H, shapes.meta["BLOCK_C"])
-    u = shapes.scratch(k, B, T, H, V) if erases else None
-    w = shapes.scratch(k, B, T, H, shapes.K) if erases else None
-    if p is not None or erases:
-        _delta_prepare_kernel[(chunks.num, H)](
-            k if q is None else q, k, v, log_g if beta is None else beta, log_g,
-            *(k if x is None else x for x in (p, u, w)), chunks.table, T, H, shapes.G, shapes.K, V,
-            HAS_QUERIES=q is not None, ERASES=erases, **shapes.meta,
-        num_warps=8, num_stages=1,
-        )  # fmt: skip
-    return Prepared(p, u, w)
+    K, C = shapes.K, shapes.meta["BLOCK_C"]
+    erases, reads = beta is not None, q is not None
+
+    def scratch(width: int, is_there: bool = True) -> Tensor | None:
+        return shapes.scratch(k, B, T, H, width) if is_there else None
+
+    k_end = shapes.scratch(k, B, T, H, K)
+    total = k.new_empty(chunks.num, H, K if shapes.meta["CHANNELS"] else 1, dtype=torch.float32)
+    inverse = None
+    if erases and goes_back:
+        inverse = k.new_empty(B, T, H, C, dtype=torch.float32)
+    prepared = Prepared(
+        scratch(C, reads), scratch(K, reads), k_end, total, scratch(V, erases),
+        scratch(K, erases), inverse, scratch(C, erases and goes_back),
+    )  # fmt: skip
+    launch(
+        _delta_prepare_kernel, lambda _: (chunks.num, H), _CANDIDATES,
+        *(k if x is None else x for x in (q, k, v, beta, log_g, *prepared)),
+        chunks.table, T, H, shapes.G, K, V, scale,
+        HAS_QUERIES=reads, ERASES=erases, GOES_BACK=goes_back, EXACT=exact_products(),
+        **shapes.meta,
+    )  # fmt: skip
+    return prepared
 
 
 @triton.jit
 def _delta_prepare_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, p_ptr, u_ptr, w_ptr, table_ptr, T, H, G, K, V,
-    HAS_QUERIES: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, p_ptr, q_start_ptr, k_end_ptr, total_ptr, u_ptr, w_ptr,
+    inverse_ptr, scores_ptr, table_ptr, T, H, G, K, V, scale,
+    HAS_QUERIES: tl.constexpr, ERASES: tl.constexpr, GOES_BACK: tl.constexpr,
+    EXACT: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    _, batch, start, end, _, _ = load_chunk(table_ptr, tl.program_id(0))
+    chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
     if start >= end:
         return
-    h = tl.program_id(1).to(tl.int64)
-    c, kk = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
+    c = tl.arange(0, BLOCK_C)
+    t, i = c[:, None], c[None, :]
     is_token = c < end - start
     row = (batch * T + start) * H + h  # of the first token, among those of all heads of values
     key = ((batch * T + start) * G + h // (H // G)) * K
-    g_width = K if CHANNELS else 1
-    gate_ptr = g_ptr + (batch * T * H + h) * g_width
-    g, g_after = load_gates(gate_ptr, start, end, H * g_width, c, kk, K, CHANNELS, BLOCK_C)
-    between = g
+    g_ptr += (batch * T * H + h) * (K if CHANNELS else 1)
+    if not CHANNELS:
+        g, g_after = load_gates(g_ptr, start, end, H, c, c, K, CHANNELS, BLOCK_C)
+        tl.store(total_ptr + chunk * H + h, over_chunk(g))
+    p = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
+    scores = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
+    for first in range(0, K, BLOCK):
+        kk = first + tl.arange(0, BLOCK)
+        if CHANNELS:
+            g, g_after = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+            tl.store(total_ptr + (chunk * H + h) * K + kk, over_chunk(g), mask=kk < K)
+        k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(DOT)
+        own = row * K + t * (H * K) + kk[None, :]
+        is_number = is_token[:, None] & (kk < K)[None, :]
+        k_end = k * to_end(g_after, CHANNELS)
+        tl.store(k_end_ptr + own, k_end.to(k_end_ptr.dtype.element_ty), mask=is_number)
+        q = k
+        if HAS_QUERIES:
+            q = load_rows(q_ptr + key, c, is_token, G * K, kk, K).to(DOT)
+            q_start = scale * q * from_start(g, CHANNELS)
+            tl.store(q_start_ptr + own, q_start.to(q_start_ptr.dtype.element_ty), mask=is_number)
+        if CHANNELS:
+            if HAS_QUERIES:
+                products = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+                p += tl.where(t == i, products[:, None], 0.0)
+            for level in tl.static_range(BLOCK_C.bit_length() - 1):
+                later, earlier = halves_at(g, g_after, c, 1 << level)
+                columns = tl.trans((k * earlier).to(DOT))
+                meets = pairs_of_halves(c, 1 << level)
+                if HAS_QUERIES:
+                    found = tl.dot((q * later).to(DOT), columns, input_precision=PRECISION)
+                    p += tl.where(meets, found, 0.0)
+                if ERASES:
+                    found = tl.dot((k * later).to(DOT), columns, input_precision=PRECISION)
+                    scores += tl.where(meets, found, 0.0)
+        else:
+            if HAS_QUERIES:
+                p += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if ERASES:
+                scores += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     if not CHANNELS:
         between = decay_between(g, c)
-    k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(DOT)
+        p *= between
+        scores *= between
+    pairs_at = row * BLOCK_C + t * (H * BLOCK_C) + i
     if HAS_QUERIES:
-        q = load_rows(q_ptr + key, c, is_token, G * K, kk, K).to(DOT)
-        p = faded_scores(
-            q, k, g, g_after, between, c, CHANNELS, LEVELS, BLOCK_C, BLOCK_K, DOT, PRECISION
-        )
-        at = p_ptr + row * BLOCK_C + c[:, None] * (H * BLOCK_C) + c[None, :]
-        tl.store(at, p.to(p_ptr.dtype.element_ty), mask=is_token[:, None])
+        p = (scale * p).to(p_ptr.dtype.element_ty)
+        tl.store(p_ptr + pairs_at, p, mask=is_token[:, None])
     if ERASES:
         beta = tl.load(beta_ptr + row + c * H, mask=is_token, other=0.0).to(tl.float32)[:, None]
-        a = beta * faded_scores(
-            k, k, g, g_after, between, c, CHANNELS, LEVELS, BLOCK_C, BLOCK_K, DOT, PRECISION
-        )
-        a = tl.where(c[:, None] > c[None, :], a, 0.0)
-        inverse = inverse_of_unit_lower(a, c, LEVELS, EXACT)
-        k_start = beta * k.to(tl.float32) * from_start(g, CHANNELS)
-        w = tl.dot(inverse, k_start, input_precision=EXACT)
-        at = w_ptr + row * K + c[:, None] * (H * K) + kk[None, :]
-        tl.store(at, w.to(w_ptr.dtype.element_ty), mask=is_token[:, None] & (kk < K)[None, :])
-        for first in range(0, V, BLOCK_V):
-            vv = first + tl.arange(0, BLOCK_V)
+        scores = tl.where(t > i, scores, 0.0)
+        inverse = inverse_of_unit_lower(beta * scores, c, BLOCK_C, EXACT)
+        if GOES_BACK:
+            tl.store(inverse_ptr + pairs_at, inverse, mask=is_token[:, None])
+            scores = scores.to(scores_ptr.dtype.element_ty)
+            tl.store(scores_ptr + pairs_at, scores, mask=is_token[:, None])
+        for first in range(0, K, BLOCK):
+            kk = first + tl.arange(0, BLOCK)
+            if CHANNELS:
+                g, _ = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+            k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(tl.float32)
+            k_start = beta * k * from_start(g, CHANNELS)
+            w = tl.dot(inverse, k_start, input_precision=PRECISION).to(w_ptr.dtype.element_ty)
+            own = row * K + t * (H * K) + kk[None, :]
+            tl.store(w_ptr + own, w, mask=is_token[:, None] & (kk < K)[None, :])
+        for first in range(0, V, BLOCK):
+            vv = first + tl.arange(0, BLOCK)
             v = load_rows(v_ptr + row * V, c, is_token, H * V, vv, V).to(tl.float32)
-            u = tl.dot(inverse, beta * v, input_precision=EXACT)
-            at = u_ptr + row * V + c[:, None] * (H * V) + vv[None, :]
-            tl.store(at, u.to(u_ptr.dtype.element_ty), mask=is_token[:, None] & (vv < V)[None, :])
+            u = tl.dot(inverse, beta * v, input_precision=PRECISION).to(u_ptr.dtype.element_ty)
+            at = row * V + t * (H * V) + vv[None, :]
+            tl.store(u_ptr + at, u, mask=is_token[:, None] & (vv < V)[None, :])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from longhaul.kernels.common.triton.launch import block_of, chip, operands_of
 
-# Columns of values of one program.
-_BLOCK_V = 64
+# Key channels, and columns of values, that a program has at a time.
+_BLOCK = 64
 
 
 class Shapes(NamedTuple):
@@ -20,8 +20,24 @@ class Shapes(NamedTuple):
 
     G: int
     K: int
+    V: int
     dtype: torch.dtype  # of the operands of products
     meta: dict[str, Any]  # constants of every kernel
+
+    @property
+    def blocks_of_keys(self) -> int:
+        """Programs that share a head's key channels."""
+        return int(triton.cdiv(self.K, _BLOCK))
+
+    @property
+    def blocks_of_values(self) -> int:
+        """Programs that share the columns of a head's values."""
+        return int(triton.cdiv(self.V, _BLOCK))
+
+    @property
+    def padded_width(self) -> int:
+        """Key channels of a program that has all of them."""
+        return max(_BLOCK, block_of(self.K))
 
     def scratch(self, like: Tensor, *shape: int) -> Tensor:
         """Memory for operands of products."""
@@ -32,22 +48,18 @@ def shapes_of(k: Tensor, v: Tensor, log_g: Tensor, chunk_size: int) -> Shapes:
     """The sizes of a call with these tensors."""
     G, K = k.shape[2:]
     operands = operands_of(k)
-    block_c = block_of(chunk_size)
     meta = {
         "CHANNELS": log_g.ndim == 4,
-        "LEVELS": block_c.bit_length() - 1,
-        "BLOCK_C": block_c,
-        "BLOCK_K": block_of(K),
-        "BLOCK_V": min(_BLOCK_V, block_of(v.shape[3])),
+        "BLOCK_C": block_of(chunk_size),
+        "BLOCK": _BLOCK,
         "DOT": operands.dtype,
         "PRECISION": operands.precision,
-        # Of the inverse and of what it multiplies, whose errors would add up.
-        "EXACT": "tf32x3" if chip().startswith("sm_") else "ieee",
     }
     is_narrow = operands.dtype == tl.bfloat16
-    return Shapes(G, K, torch.bfloat16 if is_narrow else torch.float32, meta)
+    dtype = torch.bfloat16 if is_narrow else torch.float32
+    return Shapes(G, K, v.shape[3], dtype, meta)
 
 
-def blocks_of_values(shapes: Shapes, V: int) -> int:
-    """Programs that share the columns of a head's values."""
-    return int(triton.cdiv(V, shapes.meta["BLOCK_V"]))
+def exact_products() -> str:
+    """The precision of the products of an inverse, whose errors would add up."""
+    return "tf32x3" if chip().startswith("sm_") else "ieee"
