@@ -95,14 +95,24 @@ def decay_between(g, c):
 
 
 @triton.jit
-def inverse_of_unit_lower(a, c, BLOCK_C: tl.constexpr, EXACT: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular a, blocks merged by (16) from size 1 on."""
-    # Of pairs of tokens it is known.
-    inverse = tl.where(c[:, None] == c[None, :], 1.0, 0.0)
-    inverse -= tl.where(pairs_of_halves(c, 1), a, 0.0)
+def inverse_of_unit_lower(a, c, EXACT: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangular a: blocks of 16 by substitution, merged by (16)."""
+    SIZE: tl.constexpr = 16
+    tokens: tl.constexpr = a.shape[0]
+    blocks: tl.constexpr = tokens // SIZE
+    block, r = tl.arange(0, blocks), tl.arange(0, SIZE)
+    is_own = block[:, None, None, None] == block[None, None, :, None]
+    own = tl.sum(tl.where(is_own, tl.reshape(a, (blocks, SIZE, blocks, SIZE)), 0.0), axis=2)
+    part = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros_like(own))
+    for row in range(1, SIZE):
+        is_row = (r == row)[None, :, None]
+        factors = tl.sum(tl.where(is_row, own, 0.0), axis=1)
+        found = tl.sum(factors[:, :, None] * part, axis=1)
+        part -= tl.where(is_row, found[:, None, :], 0.0)
+    inverse = tl.reshape(tl.where(is_own, part[:, :, None, :], 0.0), (tokens, tokens))
+    size = SIZE
     # A loop at run time: unrolled, its products would spill registers.
-    size = 2
-    while size < BLOCK_C:
+    while size < tokens:
         below = tl.where(pairs_of_halves(c, size), a, 0.0)
         merged = tl.dot(below, inverse, input_precision=EXACT)
         inverse -= tl.dot(inverse, merged, input_precision=EXACT)

@@ -175,7 +175,7 @@ def _delta_pairs_kernel(
         for first in range(0, K, BLOCK):
             kk = first + tl.arange(0, BLOCK)
             if CHANNELS:
-                g, _ = load_gates(g_ptr + gate_off, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+                g, g_after = load_gates(g_ptr + gate_off, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
             at = row * K + t * (H * K) + kk[None, :]
             is_number = is_token[:, None] & (kk < K)[None, :]
             dw = tl.load(dw_ptr + at, mask=is_number, other=0.0).to(tl.float32)

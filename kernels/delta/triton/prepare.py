@@ -140,7 +140,7 @@ def _delta_prepare_kernel(
     if ERASES:
         beta = tl.load(beta_ptr + row + c * H, mask=is_token, other=0.0).to(tl.float32)[:, None]
         scores = tl.where(t > i, scores, 0.0)
-        inverse = inverse_of_unit_lower(beta * scores, c, BLOCK_C, EXACT)
+        inverse = inverse_of_unit_lower(beta * scores, c, EXACT)
         if GOES_BACK:
             tl.store(inverse_ptr + pairs_at, inverse, mask=is_token[:, None])
             scores = scores.to(scores_ptr.dtype.element_ty)
@@ -148,7 +148,7 @@ def _delta_prepare_kernel(
         for first in range(0, K, BLOCK):
             kk = first + tl.arange(0, BLOCK)
             if CHANNELS:
-                g, _ = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+                g, g_after = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
             k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(tl.float32)
             k_start = beta * k * from_start(g, CHANNELS)
             w = tl.dot(inverse, k_start, input_precision=PRECISION).to(w_ptr.dtype.element_ty)
