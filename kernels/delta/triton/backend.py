@@ -77,8 +77,8 @@ def backward(
 
 def _of_key_heads(x: Tensor, G: int) -> Tensor:
     """(B, T, H, K) of heads of values, summed over those that share a key head."""
-    summed: Tensor = x.unflatten(2, (G, -1)).sum(dim=3)
-    return summed
+    H = x.shape[2]
+    return x if H == G else x.unflatten(2, (G, H // G)).sum(dim=3)
 
 
 def _prepared(call: DeltaCall, inputs: Inputs) -> tuple[Inputs, Shapes, Chunks]:

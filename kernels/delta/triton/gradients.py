@@ -16,13 +16,13 @@ from longhaul.kernels.common.triton.launch import candidates, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.call import Gradients
 from longhaul.kernels.delta.triton.decays import (
-    before,
     decay_between,
-    from_on,
     from_start,
     halves_at,
+    is_in_half,
     load_gates,
     pairs_of_halves,
+    sums,
     to_end,
 )
 from longhaul.kernels.delta.triton.prepare import Prepared
@@ -30,8 +30,8 @@ from longhaul.kernels.delta.triton.shapes import Shapes
 from longhaul.kernels.delta.triton.walk import Walked, WalkedBack
 
 _ROWS = candidates(config(4, 2), config(4, 1), config(8, 2))
-_PAIRS = candidates(config(8, 1), config(4, 1), config(4, 2))
-_KEYS = candidates(config(8, 1), config(4, 1), config(4, 2))
+_PAIRS = candidates(config(4, 2), config(4, 1), config(8, 1))
+_KEYS = candidates(config(4, 1), config(8, 1), config(4, 2))
 
 
 def token_gradients(
@@ -87,7 +87,8 @@ def _delta_rows_kernel(
     dout_ptr, states_ptr, new_ptr, dstates_ptr, dnew_ptr, dk_end_ptr, dq_start_ptr, dw_ptr,
     dtotal_ptr, table_ptr, T, H, K, V,
     HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     # Of some key channels, the products with the states before and after the chunk.
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -104,17 +105,17 @@ def _delta_rows_kernel(
     dtotal = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, V, BLOCK):
         vv = first + tl.arange(0, BLOCK)
-        state = load_rows(states_ptr + state_off, vv, vv < V, K, kk, K)
-        dstate = load_rows(dstates_ptr + state_off, vv, vv < V, K, kk, K)
-        dtotal += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=0)
+        state = load_rows(states_ptr + state_off, kk, kk < K, V, vv, V)
+        dstate = load_rows(dstates_ptr + state_off, kk, kk < K, V, vv, V)
+        dtotal += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
         new = load_rows(new_ptr + row * V, c, is_token, H * V, vv, V).to(DOT)
-        dk_end += tl.dot(new, dstate, input_precision=PRECISION)
+        dk_end += tl.dot(new, tl.trans(dstate), input_precision=PRECISION)
         if HAS_OUTPUT:
             dout = load_rows(dout_ptr + row * V, c, is_token, H * V, vv, V).to(DOT)
-            dq_start += tl.dot(dout, state, input_precision=PRECISION)
+            dq_start += tl.dot(dout, tl.trans(state), input_precision=PRECISION)
         if ERASES:
             dnew = load_rows(dnew_ptr + row * V, c, is_token, H * V, vv, V)
-            dw -= tl.dot(dnew, state, input_precision=PRECISION)
+            dw -= tl.dot(dnew, tl.trans(state), input_precision=PRECISION)
     at = row * K + c[:, None] * (H * K) + kk[None, :]
     is_number = is_token[:, None] & (kk < K)[None, :]
     tl.store(dk_end_ptr + at, dk_end.to(dk_end_ptr.dtype.element_ty), mask=is_number)
@@ -130,7 +131,8 @@ def _delta_pairs_kernel(
     dout_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, p_ptr, u_ptr, w_ptr, inverse_ptr, scores_ptr, new_ptr,
     dnew_ptr, dw_ptr, dp_ptr, da_ptr, dv_ptr, dbeta_ptr, dg_ptr, table_ptr, T, H, G, K, V,
     HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     # Gradients of values, write strengths and scores, of these without decays where one gate holds
     # for all channels. Each block of dW is overwritten with X_k.
@@ -146,7 +148,7 @@ def _delta_pairs_kernel(
     gate_off = (batch * T * H + h) * (K if CHANNELS else 1)
     pairs_at = row * BLOCK_C + t * (H * BLOCK_C) + i
     if not CHANNELS:
-        g, _ = load_gates(g_ptr + gate_off, start, end, H, c, c, K, CHANNELS, BLOCK_C)
+        g = load_gates(g_ptr + gate_off, start, end, H, c, c, K, CHANNELS)
     if ERASES:
         # T transposed: of tokens that are not there its columns are 0.
         inverse = tl.trans(tl.load(inverse_ptr + pairs_at, mask=is_token[:, None], other=0.0))
@@ -162,7 +164,7 @@ def _delta_pairs_kernel(
             dp += tl.dot(dout, tl.trans(new), input_precision=PRECISION)
         dv = load_rows(dnew_ptr + row * V, c, is_token, H * V, vv, V).to(tl.float32)
         if ERASES:
-            x_v = tl.dot(inverse, dv, input_precision=PRECISION)
+            x_v = tl.dot(inverse, dv, input_precision=EXACT)
             v = load_rows(v_ptr + row * V, c, is_token, H * V, vv, V).to(tl.float32)
             u = load_rows(u_ptr + row * V, c, is_token, H * V, vv, V)
             da -= tl.dot(x_v.to(DOT), tl.trans(u), input_precision=PRECISION)
@@ -175,20 +177,20 @@ def _delta_pairs_kernel(
         for first in range(0, K, BLOCK):
             kk = first + tl.arange(0, BLOCK)
             if CHANNELS:
-                g, g_after = load_gates(g_ptr + gate_off, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+                g = load_gates(g_ptr + gate_off, start, end, H * K, c, kk, K, CHANNELS)
             at = row * K + t * (H * K) + kk[None, :]
             is_number = is_token[:, None] & (kk < K)[None, :]
             dw = tl.load(dw_ptr + at, mask=is_number, other=0.0).to(tl.float32)
-            x_k = tl.dot(inverse, dw, input_precision=PRECISION)
+            x_k = tl.dot(inverse, dw, input_precision=EXACT)
             tl.store(dw_ptr + at, x_k.to(dw_ptr.dtype.element_ty), mask=is_number)
             w = load_rows(w_ptr + row * K, c, is_token, H * K, kk, K)
             da -= tl.dot(x_k.to(DOT), tl.trans(w), input_precision=PRECISION)
             k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(tl.float32)
-            dbeta += tl.sum(x_k * k * from_start(g, CHANNELS), axis=1)
+            dbeta += tl.sum(x_k * k * from_start(g, c, CHANNELS, EXACT), axis=1)
     decay = tl.full((1, 1), 1.0, tl.float32)
     pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)  # score times its gradient
     if not CHANNELS:
-        decay = decay_between(g, c)
+        decay = decay_between(g, c, EXACT)
     if HAS_OUTPUT:
         if not CHANNELS:
             p = tl.load(p_ptr + pairs_at, mask=is_token[:, None], other=0.0)
@@ -206,7 +208,7 @@ def _delta_pairs_kernel(
         tl.store(da_ptr + pairs_at, da, mask=is_token[:, None])
     if not CHANNELS:
         # Of each gate the pairs with a token on either side.
-        crossing = tl.cumsum(pairs, axis=0, reverse=True)
+        crossing = sums(i >= t, pairs, EXACT)
         dg = tl.sum(tl.where(i < t, crossing, 0.0), axis=1)
         tl.store(dg_ptr + gate_off + (start + c) * H, dg, mask=is_token)
 
@@ -216,7 +218,8 @@ def _delta_keys_kernel(
     q_ptr, k_ptr, beta_ptr, g_ptr, total_ptr, dp_ptr, da_ptr, dk_end_ptr, dq_start_ptr, x_k_ptr,
     dtotal_ptr, dk_ptr, dq_ptr, dg_ptr, dg_stride, table_ptr, T, H, G, K, scale,
     HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
@@ -232,13 +235,13 @@ def _delta_keys_kernel(
     pairs_at = row * BLOCK_C + t * (H * BLOCK_C) + i
     width = K if CHANNELS else 1
     gate_off = (batch * T * H + h) * width
-    g, g_after = load_gates(g_ptr + gate_off, start, end, H * width, c, kk, K, CHANNELS, BLOCK_C)
+    g = load_gates(g_ptr + gate_off, start, end, H * width, c, kk, K, CHANNELS)
     k = load_rows(k_ptr + key, c, is_token, G * K, kk, K)
 
     # Keys and queries that meet the state before the chunk, or reach the one after it.
-    starts = from_start(g, CHANNELS)
+    starts = from_start(g, c, CHANNELS, EXACT)
     dk_end = tl.load(dk_end_ptr + own, mask=is_number, other=0.0).to(tl.float32)
-    dk = dk_end * to_end(g_after, CHANNELS)
+    dk = dk_end * to_end(g, c, CHANNELS, EXACT)
     gate_end = dk * k.to(tl.float32)
     gate_start = tl.zeros((BLOCK_C, BLOCK), tl.float32)
     dq = tl.zeros((BLOCK_C, BLOCK), tl.float32)
@@ -261,13 +264,13 @@ def _delta_keys_kernel(
             diagonal = tl.sum(tl.where(t == i, dp.to(tl.float32), 0.0), axis=1)[:, None]
             dk += diagonal * q
             dq += diagonal * k.to(tl.float32)
-        dg = from_on(gate_start, BLOCK_C) + before(gate_end, BLOCK_C)
+        dg = sums(i >= t, gate_start, EXACT) + sums(i < t, gate_end, EXACT)
         place = (chunk * H + h) * K + kk
         total = tl.load(total_ptr + place, mask=kk < K, other=0.0)
         dg += (total * tl.load(dtotal_ptr + place, mask=kk < K, other=0.0))[None, :]
-        for level in tl.static_range(BLOCK_C.bit_length() - 1):
-            later, earlier = halves_at(g, g_after, c, 1 << level)
-            meets = pairs_of_halves(c, 1 << level)
+        for level in range(0, LEVELS):
+            later, earlier = halves_at(g, c, level, EXACT)
+            meets = pairs_of_halves(c, level)
             k_earlier = (k * earlier).to(DOT)
             rows = tl.zeros((BLOCK_C, BLOCK), tl.float32)
             columns = tl.zeros((BLOCK_C, BLOCK), tl.float32)
@@ -286,7 +289,8 @@ def _delta_keys_kernel(
                 k_later = (k * later).to(DOT)
                 columns += earlier * tl.dot(tl.trans(d), k_later, input_precision=PRECISION)
             dk += columns
-            dg += from_on(rows, 1 << level) + before(columns * k.to(tl.float32), 1 << level)
+            is_own, columns = is_in_half(c, level), columns * k.to(tl.float32)
+            dg += sums(is_own & (i >= t), rows, EXACT) + sums(is_own & (i < t), columns, EXACT)
         at = dg_ptr + gate_off + (start + t) * (H * K) + kk[None, :]
         tl.store(at, dg, mask=is_number)
     else:
@@ -297,8 +301,9 @@ def _delta_keys_kernel(
             dk += tl.dot(da, k.to(DOT), input_precision=PRECISION)
             dk += tl.dot(tl.trans(da), k.to(DOT), input_precision=PRECISION)
         dtotal = tl.load(dtotal_ptr + (chunk * H + h) * K + kk, mask=kk < K, other=0.0)
-        ends = tl.sum(gate_end, axis=1)
-        dg = tl.cumsum(tl.sum(gate_start, axis=1), reverse=True) + tl.cumsum(ends) - ends
+        after = tl.sum(gate_start, axis=1)[None, :]
+        before = tl.sum(gate_end, axis=1)[None, :]
+        dg = tl.sum(tl.where(i >= t, after, before), axis=1)
         dg += tl.load(total_ptr + chunk * H + h) * tl.sum(dtotal, axis=0)
         dg_ptr += tl.program_id(2) * dg_stride
         tl.store(dg_ptr + gate_off + (start + c) * H, dg, mask=is_token)

@@ -22,9 +22,9 @@ from longhaul.kernels.delta.triton.decays import (
     pairs_of_halves,
     to_end,
 )
-from longhaul.kernels.delta.triton.shapes import Shapes, exact_products
+from longhaul.kernels.delta.triton.shapes import Shapes
 
-_CANDIDATES = candidates(config(8, 1), config(4, 1), config(4, 2))
+_CANDIDATES = candidates(config(4, 1), config(8, 1), config(4, 2))
 
 
 class Prepared(NamedTuple):
@@ -66,7 +66,7 @@ def prepare(
         _delta_prepare_kernel, lambda _: (chunks.num, H), _CANDIDATES,
         *(k if x is None else x for x in (q, k, v, beta, log_g, *prepared)),
         chunks.table, T, H, shapes.G, K, V, scale,
-        HAS_QUERIES=reads, ERASES=erases, GOES_BACK=goes_back, EXACT=exact_products(),
+        HAS_QUERIES=reads, ERASES=erases, GOES_BACK=goes_back,
         **shapes.meta,
     )  # fmt: skip
     return prepared
@@ -77,8 +77,8 @@ def _delta_prepare_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, p_ptr, q_start_ptr, k_end_ptr, total_ptr, u_ptr, w_ptr,
     inverse_ptr, scores_ptr, table_ptr, T, H, G, K, V, scale,
     HAS_QUERIES: tl.constexpr, ERASES: tl.constexpr, GOES_BACK: tl.constexpr,
-    EXACT: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
@@ -91,33 +91,33 @@ def _delta_prepare_kernel(
     key = ((batch * T + start) * G + h // (H // G)) * K
     g_ptr += (batch * T * H + h) * (K if CHANNELS else 1)
     if not CHANNELS:
-        g, g_after = load_gates(g_ptr, start, end, H, c, c, K, CHANNELS, BLOCK_C)
+        g = load_gates(g_ptr, start, end, H, c, c, K, CHANNELS)
         tl.store(total_ptr + chunk * H + h, over_chunk(g))
     p = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     scores = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     for first in range(0, K, BLOCK):
         kk = first + tl.arange(0, BLOCK)
         if CHANNELS:
-            g, g_after = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+            g = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS)
             tl.store(total_ptr + (chunk * H + h) * K + kk, over_chunk(g), mask=kk < K)
         k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(DOT)
         own = row * K + t * (H * K) + kk[None, :]
         is_number = is_token[:, None] & (kk < K)[None, :]
-        k_end = k * to_end(g_after, CHANNELS)
+        k_end = k * to_end(g, c, CHANNELS, EXACT)
         tl.store(k_end_ptr + own, k_end.to(k_end_ptr.dtype.element_ty), mask=is_number)
         q = k
         if HAS_QUERIES:
             q = load_rows(q_ptr + key, c, is_token, G * K, kk, K).to(DOT)
-            q_start = scale * q * from_start(g, CHANNELS)
+            q_start = scale * q * from_start(g, c, CHANNELS, EXACT)
             tl.store(q_start_ptr + own, q_start.to(q_start_ptr.dtype.element_ty), mask=is_number)
         if CHANNELS:
             if HAS_QUERIES:
                 products = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
                 p += tl.where(t == i, products[:, None], 0.0)
-            for level in tl.static_range(BLOCK_C.bit_length() - 1):
-                later, earlier = halves_at(g, g_after, c, 1 << level)
+            for level in range(0, LEVELS):
+                later, earlier = halves_at(g, c, level, EXACT)
                 columns = tl.trans((k * earlier).to(DOT))
-                meets = pairs_of_halves(c, 1 << level)
+                meets = pairs_of_halves(c, level)
                 if HAS_QUERIES:
                     found = tl.dot((q * later).to(DOT), columns, input_precision=PRECISION)
                     p += tl.where(meets, found, 0.0)
@@ -130,7 +130,7 @@ def _delta_prepare_kernel(
             if ERASES:
                 scores += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     if not CHANNELS:
-        between = decay_between(g, c)
+        between = decay_between(g, c, EXACT)
         p *= between
         scores *= between
     pairs_at = row * BLOCK_C + t * (H * BLOCK_C) + i
@@ -140,7 +140,7 @@ def _delta_prepare_kernel(
     if ERASES:
         beta = tl.load(beta_ptr + row + c * H, mask=is_token, other=0.0).to(tl.float32)[:, None]
         scores = tl.where(t > i, scores, 0.0)
-        inverse = inverse_of_unit_lower(beta * scores, c, EXACT)
+        inverse = inverse_of_unit_lower(beta * scores, c, LEVELS, EXACT)
         if GOES_BACK:
             tl.store(inverse_ptr + pairs_at, inverse, mask=is_token[:, None])
             scores = scores.to(scores_ptr.dtype.element_ty)
@@ -148,15 +148,15 @@ def _delta_prepare_kernel(
         for first in range(0, K, BLOCK):
             kk = first + tl.arange(0, BLOCK)
             if CHANNELS:
-                g, g_after = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS, BLOCK_C)
+                g = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS)
             k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(tl.float32)
-            k_start = beta * k * from_start(g, CHANNELS)
-            w = tl.dot(inverse, k_start, input_precision=PRECISION).to(w_ptr.dtype.element_ty)
+            k_start = beta * k * from_start(g, c, CHANNELS, EXACT)
+            w = tl.dot(inverse, k_start, input_precision=EXACT).to(w_ptr.dtype.element_ty)
             own = row * K + t * (H * K) + kk[None, :]
             tl.store(w_ptr + own, w, mask=is_token[:, None] & (kk < K)[None, :])
         for first in range(0, V, BLOCK):
             vv = first + tl.arange(0, BLOCK)
             v = load_rows(v_ptr + row * V, c, is_token, H * V, vv, V).to(tl.float32)
-            u = tl.dot(inverse, beta * v, input_precision=PRECISION).to(u_ptr.dtype.element_ty)
+            u = tl.dot(inverse, beta * v, input_precision=EXACT).to(u_ptr.dtype.element_ty)
             at = row * V + t * (H * V) + vv[None, :]
             tl.store(u_ptr + at, u, mask=is_token[:, None] & (vv < V)[None, :])

@@ -31,8 +31,8 @@ def read(
 @triton.jit
 def _delta_read_kernel(
     q_start_ptr, p_ptr, states_ptr, new_ptr, out_ptr, table_ptr, T, H, K, V,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
@@ -48,7 +48,7 @@ def _delta_read_kernel(
     for first in range(0, K, BLOCK):
         kk = first + tl.arange(0, BLOCK)
         q_start = load_rows(q_start_ptr + row * K, c, is_token, H * K, kk, K)
-        state = load_rows(states_ptr + (chunk * H + h) * K * V, vv, vv < V, K, kk, K)
-        out += tl.dot(q_start, tl.trans(state), input_precision=PRECISION)
+        state = load_rows(states_ptr + (chunk * H + h) * K * V, kk, kk < K, V, vv, V)
+        out += tl.dot(q_start, state, input_precision=PRECISION)
     at = out_ptr + row * V + c[:, None] * (H * V) + vv[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & (vv < V)[None, :])

@@ -31,7 +31,7 @@ class Shapes(NamedTuple):
 
     @property
     def blocks_of_values(self) -> int:
-        """Programs that share the columns of a head's values."""
+        """Programs that share the columns of a head's values, but for the walks."""
         return int(triton.cdiv(self.V, _BLOCK))
 
     @property
@@ -48,18 +48,17 @@ def shapes_of(k: Tensor, v: Tensor, log_g: Tensor, chunk_size: int) -> Shapes:
     """The sizes of a call with these tensors."""
     G, K = k.shape[2:]
     operands = operands_of(k)
+    is_narrow = operands.dtype == tl.bfloat16
+    block_c = block_of(chunk_size)
     meta = {
         "CHANNELS": log_g.ndim == 4,
-        "BLOCK_C": block_of(chunk_size),
+        "BLOCK_C": block_c,
+        "LEVELS": block_c.bit_length() - 1,
         "BLOCK": _BLOCK,
         "DOT": operands.dtype,
         "PRECISION": operands.precision,
+        # Of sums of gates, and of the inverse and what it multiplies, whose errors would add up.
+        "EXACT": ("bf16x3" if is_narrow else "tf32x3") if chip().startswith("sm_") else "ieee",
     }
-    is_narrow = operands.dtype == tl.bfloat16
     dtype = torch.bfloat16 if is_narrow else torch.float32
     return Shapes(G, K, v.shape[3], dtype, meta)
-
-
-def exact_products() -> str:
-    """The precision of the products of an inverse, whose errors would add up."""
-    return "tf32x3" if chip().startswith("sm_") else "ieee"

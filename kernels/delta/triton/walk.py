@@ -1,12 +1,13 @@
 """The state through the chunks of a sequence, (7) and (8), and its gradient back, (11) and (12).
 
-Chunks follow each other, so what each step waits for counts, and not what it computes. A program
-keeps the state transposed, (values, keys), in registers, where it is the left operand of products.
+Chunks follow each other, so what each step waits for counts, and not what it computes. Few columns
+of values make a step short, and make programs for more multiprocessors.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,19 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks
-from longhaul.kernels.common.triton.launch import candidates, config, launch
+from longhaul.kernels.common.triton.launch import Candidates, candidates, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.prepare import Prepared
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_WALK = candidates(config(4, 2), config(4, 3), config(8, 2))
-_WALK_BACK = candidates(config(4, 2), config(4, 1), config(8, 2))
+_WALK = candidates(config(4, 3, BLOCK_V=32), config(4, 2, BLOCK_V=32), config(4, 3, BLOCK_V=64))
+_WALK_BACK = candidates(
+    config(4, 2, BLOCK_V=32), config(4, 3, BLOCK_V=32), config(4, 2, BLOCK_V=64)
+)
+# Of keys so wide that a multiprocessor has no room for the tokens of a second step.
+_WIDE = candidates(config(4, 1, BLOCK_V=32))
+_MOST_BYTES = 256  # of a key
 
 
 class Walked(NamedTuple):
     """What a walk leaves."""
 
-    states: Tensor | None  # (chunks, H, V, K) before each chunk
+    states: Tensor | None  # (chunks, H, K, V) before each chunk
     new: Tensor | None  # (B, T, H, V), the values that are written, less what was erased
     final: Tensor  # (S, H, K, V)
 
@@ -40,11 +46,11 @@ def walk(
     K, S = shapes.K, len(chunks.sequences)
     erases = prepared.w is not None
     final = v.new_empty(S, H, K, V, dtype=torch.float32)
-    states = shapes.scratch(v, chunks.num, H, V, K) if keeps else None
+    states = shapes.scratch(v, chunks.num, H, K, V) if keeps else None
     new = shapes.scratch(v, B, T, H, V) if keeps and erases else None
     given = (v if prepared.u is None else prepared.u, prepared.w, prepared.k_end, prepared.total)
     launch(
-        _delta_walk_kernel, lambda _: (S * H, shapes.blocks_of_values), _WALK,
+        _delta_walk_kernel, _grid(S * H, V), _candidates(_WALK, shapes),
         *(final if x is None else x for x in (*given, initial, states, new)), final,
         chunks.table, chunks.sequences, T, H, K, V,
         HAS_INITIAL=initial is not None, KEEPS=keeps, ERASES=erases,
@@ -56,7 +62,7 @@ def walk(
 class WalkedBack(NamedTuple):
     """What a walk back leaves."""
 
-    dstates: Tensor  # (chunks, H, V, K), of the state after each chunk
+    dstates: Tensor  # (chunks, H, K, V), of the state after each chunk
     dnew: Tensor  # (B, T, H, V)
     dinitial: Tensor  # (S, H, K, V)
 
@@ -69,17 +75,25 @@ def walk_back(
     B, T, H, V = v.shape
     K, S = shapes.K, len(chunks.sequences)
     dinitial = v.new_empty(S, H, K, V, dtype=torch.float32)
-    dstates = shapes.scratch(v, chunks.num, H, V, K)
+    dstates = shapes.scratch(v, chunks.num, H, K, V)
     dnew = shapes.scratch(v, B, T, H, V)
     given = (prepared.k_end, prepared.q_start, prepared.p, prepared.w, prepared.total, dout, dstate)
     launch(
-        _delta_walk_back_kernel, lambda _: (S * H, shapes.blocks_of_values), _WALK_BACK,
+        _delta_walk_back_kernel, _grid(S * H, V), _candidates(_WALK_BACK, shapes),
         *(dinitial if x is None else x for x in given), dstates, dnew, dinitial,
         chunks.table, chunks.sequences, T, H, K, V,
         HAS_OUTPUT=dout is not None, HAS_FINAL=dstate is not None,
         ERASES=prepared.w is not None, WIDTH=shapes.padded_width, **shapes.meta,
     )  # fmt: skip
     return WalkedBack(dstates, dnew, dinitial)
+
+
+def _candidates(usual: Candidates, shapes: Shapes) -> Candidates:
+    return usual if shapes.padded_width * shapes.dtype.itemsize <= _MOST_BYTES else _WIDE
+
+
+def _grid(heads: int, V: int) -> Callable[[dict[str, Any]], tuple[int, ...]]:
+    return lambda meta: (heads, triton.cdiv(V, meta["BLOCK_V"]))
 
 
 @triton.jit
@@ -93,9 +107,9 @@ def _sequence(table_ptr, sequences_ptr, sequence):
 
 @triton.jit
 def _decay(total_ptr, chunk, h, H, kk, K, CHANNELS: tl.constexpr):
-    """Over a chunk, as a row."""
+    """Over a chunk, as a column."""
     if CHANNELS:
-        return tl.load(total_ptr + (chunk * H + h) * K + kk, mask=kk < K, other=0.0)[None, :]
+        return tl.load(total_ptr + (chunk * H + h) * K + kk, mask=kk < K, other=0.0)[:, None]
     else:  # noqa: RET505
         return tl.load(total_ptr + chunk * H + h)
 
@@ -105,17 +119,17 @@ def _delta_walk_kernel(
     u_ptr, w_ptr, k_end_ptr, total_ptr, initial_ptr, states_ptr, new_ptr, final_ptr, table_ptr,
     sequences_ptr, T, H, K, V,
     HAS_INITIAL: tl.constexpr, KEEPS: tl.constexpr, ERASES: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     sequence, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     first, count, batch, start, end = _sequence(table_ptr, sequences_ptr, sequence)
     c, kk = tl.arange(0, BLOCK_C), tl.arange(0, WIDTH)
-    vv = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = vv[:, None] * K + kk[None, :]
-    given = (sequence * H + h) * K * V + kk[None, :] * V + vv[:, None]
-    is_place = (vv < V)[:, None] & (kk < K)[None, :]
-    state = tl.zeros((BLOCK, WIDTH), tl.float32)
+    vv = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = kk[:, None] * V + vv[None, :]
+    is_place = (kk < K)[:, None] & (vv < V)[None, :]
+    given = (sequence * H + h) * K * V + place
+    state = tl.zeros((WIDTH, BLOCK_V), tl.float32)
     if HAS_INITIAL:
         state = tl.load(initial_ptr + given, mask=is_place, other=0.0).to(tl.float32)
     for number in range(0, count):
@@ -124,20 +138,20 @@ def _delta_walk_kernel(
         row = (batch * T + start) * H + h
         decay = _decay(total_ptr, chunk, h, H, kk, K, CHANNELS)
         k_end = load_rows(k_end_ptr + row * K, c, is_token, H * K, kk, K)
-        new = tl.trans(load_rows(u_ptr + row * V, c, is_token, H * V, vv, V))
+        new = load_rows(u_ptr + row * V, c, is_token, H * V, vv, V)
+        kept = state.to(DOT)
         if KEEPS:
             at = states_ptr + (chunk * H + h) * K * V + place
-            tl.store(at, state.to(states_ptr.dtype.element_ty), mask=is_place)
+            tl.store(at, kept.to(states_ptr.dtype.element_ty), mask=is_place)
         if ERASES:
             w = load_rows(w_ptr + row * K, c, is_token, H * K, kk, K)
-            held = tl.dot(state.to(DOT), tl.trans(w), input_precision=PRECISION)
-            new = new.to(tl.float32) - held
+            new = new.to(tl.float32) - tl.dot(w, kept, input_precision=PRECISION)
             if KEEPS:
-                at = new_ptr + row * V + c[None, :] * (H * V) + vv[:, None]
-                is_value = (vv < V)[:, None] & is_token[None, :]
+                at = new_ptr + row * V + c[:, None] * (H * V) + vv[None, :]
+                is_value = is_token[:, None] & (vv < V)[None, :]
                 tl.store(at, new.to(new_ptr.dtype.element_ty), mask=is_value)
         state *= decay
-        state += tl.dot(new.to(DOT), k_end, input_precision=PRECISION)
+        state += tl.dot(tl.trans(k_end), new.to(DOT), input_precision=PRECISION)
         start += BLOCK_C
     tl.store(final_ptr + given, state, mask=is_place)
 
@@ -147,17 +161,17 @@ def _delta_walk_back_kernel(
     k_end_ptr, q_start_ptr, p_ptr, w_ptr, total_ptr, dout_ptr, dfinal_ptr, dstates_ptr, dnew_ptr,
     dinitial_ptr, table_ptr, sequences_ptr, T, H, K, V,
     HAS_OUTPUT: tl.constexpr, HAS_FINAL: tl.constexpr, ERASES: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     sequence, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     first, count, batch, start, end = _sequence(table_ptr, sequences_ptr, sequence)
     c, kk = tl.arange(0, BLOCK_C), tl.arange(0, WIDTH)
-    vv = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = vv[:, None] * K + kk[None, :]
-    given = (sequence * H + h) * K * V + kk[None, :] * V + vv[:, None]
-    is_place = (vv < V)[:, None] & (kk < K)[None, :]
-    dstate = tl.zeros((BLOCK, WIDTH), tl.float32)
+    vv = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    place = kk[:, None] * V + vv[None, :]
+    is_place = (kk < K)[:, None] & (vv < V)[None, :]
+    given = (sequence * H + h) * K * V + place
+    dstate = tl.zeros((WIDTH, BLOCK_V), tl.float32)
     if HAS_FINAL:
         dstate = tl.load(dfinal_ptr + given, mask=is_place, other=0.0).to(tl.float32)
     start += (count - 1) * BLOCK_C
@@ -170,19 +184,19 @@ def _delta_walk_back_kernel(
         kept = dstate.to(DOT)
         at = dstates_ptr + (chunk * H + h) * K * V + place
         tl.store(at, kept.to(dstates_ptr.dtype.element_ty), mask=is_place)
-        dnew = tl.dot(kept, tl.trans(k_end), input_precision=PRECISION)
+        dnew = tl.dot(k_end, kept, input_precision=PRECISION)
         dstate *= decay
         if HAS_OUTPUT:
-            dout = tl.trans(load_rows(dout_ptr + row * V, c, is_token, H * V, vv, V)).to(DOT)
+            dout = load_rows(dout_ptr + row * V, c, is_token, H * V, vv, V).to(DOT)
             p = load_rows(p_ptr + row * BLOCK_C, c, is_token, H * BLOCK_C, c, BLOCK_C)
             q_start = load_rows(q_start_ptr + row * K, c, is_token, H * K, kk, K)
-            dnew += tl.dot(dout, p, input_precision=PRECISION)
-            dstate += tl.dot(dout, q_start, input_precision=PRECISION)
-        at = dnew_ptr + row * V + c[None, :] * (H * V) + vv[:, None]
-        is_value = (vv < V)[:, None] & is_token[None, :]
+            dnew += tl.dot(tl.trans(p), dout, input_precision=PRECISION)
+            dstate += tl.dot(tl.trans(q_start), dout, input_precision=PRECISION)
+        at = dnew_ptr + row * V + c[:, None] * (H * V) + vv[None, :]
+        is_value = is_token[:, None] & (vv < V)[None, :]
         tl.store(at, dnew.to(dnew_ptr.dtype.element_ty), mask=is_value)
         if ERASES:
             w = load_rows(w_ptr + row * K, c, is_token, H * K, kk, K)
-            dstate -= tl.dot(dnew.to(DOT), w, input_precision=PRECISION)
+            dstate -= tl.dot(tl.trans(w), dnew.to(DOT), input_precision=PRECISION)
         start -= BLOCK_C
     tl.store(dinitial_ptr + given, dstate, mask=is_place)
