@@ -78,10 +78,10 @@ def halves_at(g, c, level, EXACT: tl.constexpr):
 
 
 @triton.jit
-def decay_between(g, c, EXACT: tl.constexpr):
+def decay_between(g, c):
     """(BLOCK_C, BLOCK_C): from after token i to token t, its own gate included; 0 where i > t."""
     t, i = c[:, None], c[None, :]
-    logs = sums(i <= t, tl.where(t > i, g[:, None], 0.0), EXACT)
+    logs = tl.cumsum(tl.where(t > i, g[:, None], 0.0), axis=0)
     return tl.where(i <= t, exp2_flushed(logs), 0.0)
 
 

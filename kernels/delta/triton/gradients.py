@@ -190,7 +190,7 @@ def _delta_pairs_kernel(
     decay = tl.full((1, 1), 1.0, tl.float32)
     pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)  # score times its gradient
     if not CHANNELS:
-        decay = decay_between(g, c, EXACT)
+        decay = decay_between(g, c)
     if HAS_OUTPUT:
         if not CHANNELS:
             p = tl.load(p_ptr + pairs_at, mask=is_token[:, None], other=0.0)
@@ -208,7 +208,7 @@ def _delta_pairs_kernel(
         tl.store(da_ptr + pairs_at, da, mask=is_token[:, None])
     if not CHANNELS:
         # Of each gate the pairs with a token on either side.
-        crossing = sums(i >= t, pairs, EXACT)
+        crossing = tl.cumsum(pairs, axis=0, reverse=True)
         dg = tl.sum(tl.where(i < t, crossing, 0.0), axis=1)
         tl.store(dg_ptr + gate_off + (start + c) * H, dg, mask=is_token)
 

@@ -130,7 +130,7 @@ def _delta_prepare_kernel(
             if ERASES:
                 scores += tl.dot(k, tl.trans(k), input_precision=PRECISION)
     if not CHANNELS:
-        between = decay_between(g, c, EXACT)
+        between = decay_between(g, c)
         p *= between
         scores *= between
     pairs_at = row * BLOCK_C + t * (H * BLOCK_C) + i
