@@ -45,7 +45,10 @@ class LanguageModelConfig:
     """Width of a head, an even number, 2 or more; null: width / heads."""
 
     qk_norm: Literal["none", "head", "full"] = "none"
-    """none | head (RMS norm of each query and key head, before rotation) | full (all together)."""
+    """none | head (RMS norm of each query and key head) | full (all together); before rotation.
+
+    Kinds of the delta rule have none, since their queries and keys are of length 1.
+    """
 
     learned_positions: int | None = None
     """Positions with a learned vector each, added to the embedding, the longest text; or null."""
@@ -71,8 +74,8 @@ class LanguageModelConfig:
     norm_eps: float = 1e-5
     """Added to the variance or mean square in these norms, more than 0."""
 
-    norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """pre | post (OLMo-2) | sandwich (both: Gemma): norms before or after attention and MLP."""
+    norm_order: Literal["pre", "post", "sandwich", "hybrid"] = "pre"
+    """pre | post (OLMo-2) | sandwich (both) | hybrid (quadratic layers post, others pre)."""
 
     mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu", "geglu"] = "gelu"
     """gelu (by tanh) | gelu_erf | relu2 | swiglu | geglu (by tanh): the last two have a gate."""
@@ -176,9 +179,12 @@ class LanguageModelConfig:
 
     def build_block(self, layer: int) -> Block:
         """The block of a layer, counted from 0."""
-        before, after = self.norm_order != "post", self.norm_order != "pre"
+        attention, order = self.attention_of(layer), self.norm_order
+        if order == "hybrid":
+            order = "post" if attention.cost == "quadratic" else "pre"
+        before, after = order != "post", order != "pre"
         return Block(
-            attention=self.attention_of(layer).build(self.shape_of(layer)),
+            attention=attention.build(self.shape_of(layer)),
             mlp=MLP(
                 self.width,
                 4 * self.width if self.mlp_width is None else self.mlp_width,

@@ -3,6 +3,7 @@
 from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import Architecture
 from longhaul.pipeline.architectures.gpt import GPT2, GPT_NEOX
+from longhaul.pipeline.architectures.hybrids import OLMO_HYBRID
 from longhaul.pipeline.architectures.llama import (
     GEMMA2,
     GEMMA3,
@@ -20,6 +21,7 @@ ARCHITECTURES = {
     for one in (
         GPT2,
         *(LLAMA, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA2, GEMMA3, SMOLLM3, GPT_NEOX, STARCODER2),
+        OLMO_HYBRID,
     )
 }
 """By the `model_type` of config.json."""

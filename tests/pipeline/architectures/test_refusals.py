@@ -54,6 +54,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPTNeoX", {"num_hidden_layers": 10**9}, "model.layers: found 1000000000, wanted"),
     ("GPTNeoX", {"head_dim": 8}, "head_dim: found 8, which no model of longhaul has; wanted no su"),
     ("GPTNeoX", {"hidden_size": "32"}, "hidden_size: found '32', wanted a valid integer"),
+    ("OlmoHybrid", {"num_key_value_heads": 2}, "num_key_value_heads: found 2, wanted 4"),
+    ("OlmoHybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads: found 8, wanted 4 as"),
+    ("OlmoHybrid", {"linear_num_key_heads": 3}, "linear_num_key_heads: found 3, wanted a divisor"),
+    ("OlmoHybrid", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: found 1"),
+    ("OlmoHybrid", {"layer_types": ["linear_attention"] * 3}, "layer_types: found no full_atten"),
+    ("OlmoHybrid", {"layer_types": ["sliding_attention"] * 3}, "layer_types: found 'sliding_atte"),
+    ("OlmoHybrid", {"attention_bias": True}, "attention_bias: found True, wanted False"),
+    ("OlmoHybrid", {"hidden_act": "gelu"}, "hidden_act: found 'gelu', wanted one of silu"),
     ("GPTNeoX", {"hidden_size": 33}, "model.width: found 33, wanted a multiple of 2 x model.heads"),
 ]  # fmt: skip
 
@@ -82,6 +90,8 @@ HARMLESS = {
     *("label2id", "problem_type", "is_encoder_decoder", "output_attentions", "return_dict"),
     *("output_hidden_states", "architectures", "dtype", "transformers_version", "_name_or_path"),
     *("max_position_embeddings", "model_type"),
+    *("linear_a_log_min", "linear_a_log_max"),
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
 }
 
 
