@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from longhaul.configs.run_folders import ROOT
 from longhaul.configs.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -33,7 +34,7 @@ class RunConfig:
     trainer: TrainerConfig
     """Token budget, devices, parallelism and precision."""
 
-    root: str = "runs"
+    root: str = ROOT
     """Folder that contains the folders of runs."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

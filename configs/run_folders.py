@@ -1,4 +1,4 @@
-"""Whether a config lies in the folder of a run, which someone else may have made."""
+"""Which folders and configs are those of runs, which someone else may have made."""
 
 import os
 from pathlib import Path
@@ -6,6 +6,34 @@ from pathlib import Path
 # What a run folder holds. Beside one of these, a config.yaml may be someone else's: whoever made
 # the folder may have left out what `has_run` looks for.
 _ENTRIES = ("data", "logs", "checkpoints", "slurm", "evaluation", "mlflow_run_id")
+
+
+ROOT = "runs"
+"""Where runs are, unless their configs tell."""
+
+
+def named_run(given: str | Path) -> tuple[Path, Path | None]:
+    """The run folder that a path names, and the checkpoint if it is that of a checkpoint.
+
+    Raises ValueError for anything else. Commands ask before they import torch.
+    """
+    path = Path(given).absolute()
+    checkpoint = path if path.parent.name == "checkpoints" and path.is_dir() else None
+    folder = path if checkpoint is None else path.parent.parent
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{given}: {_no_run(path, given)}")
+    return folder, checkpoint
+
+
+def _no_run(path: Path, given: str | Path) -> str:
+    """What was found in place of a run folder, and what was wanted."""
+    wanted = "wanted a run folder or one of its checkpoints"
+    named = Path(ROOT, given)
+    if not path.is_dir() and (named / "config.yaml").is_file():
+        return f"found no such folder; the run of this name is {named}"
+    if path.suffix in (".yaml", ".yml"):
+        return f"found a config, {wanted}"
+    return f"found no {'config.yaml' if path.exists() else 'such folder'}, {wanted}"
 
 
 def run_folder_of(path: str | Path) -> Path | None:

@@ -4,9 +4,11 @@ A new op is a subpackage of kernels with such cases and shapes, and an entry her
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from longhaul.kernels.cross_entropy import verify as cross_entropy
+from longhaul.kernels.delta.verify import catalogue as delta
 from longhaul.kernels.power.verify import catalogue as power
 from longhaul.kernels.power.verify.shapes import SHAPES
 from longhaul.kernels.rotary import verify as rotary
@@ -33,6 +35,9 @@ class Op(NamedTuple):
     candidates: Sequence[Case] = ()
     """Cases that run every configuration of every kernel, not only that of the chip."""
 
+    peers: Mapping[str, Sequence[Case]] = MappingProxyType({})
+    """Cases that other projects' kernels run, by the name of the package to import."""
+
 
 OPS = (
     Op(
@@ -42,6 +47,13 @@ OPS = (
         extremes=power.extreme_cases,
         long=power.long_cases(),
         candidates=power.candidate_cases(),
+    ),
+    Op(
+        features=delta.feature_cases,
+        shapes={},
+        extremes=lambda backend: delta.extreme_cases(),
+        long=delta.long_cases(),
+        peers={"fla": delta.peer_cases()},
     ),
     Op(features=cross_entropy.cases, shapes=cross_entropy.SHAPES),
     Op(features=rotary.cases, shapes=rotary.SHAPES),

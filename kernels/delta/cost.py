@@ -4,14 +4,15 @@ from __future__ import annotations
 
 # Of 16, 32 and 64 tokens the fastest in torch on a CPU with AVX-512, forward and backward, for K =
 # V = 64 and 128: shorter chunks have fewer pairs, longer ones fewer steps of the state.
-_CHUNK = 32
+# With Triton a chunk is a block of one program, whose products should fill matrix units.
+_CHUNK = {"torch": 32, "triton": 64}
 
 
-def choose_chunk_size(T: int) -> int:
+def choose_chunk_size(T: int, backend: str = "torch") -> int:
     """Tokens of a chunk: the next power of two for short sequences."""
     # Not a shift by T.bit_length(), since torch.compile may treat T as a symbol.
     size = 1
-    while size < min(T, _CHUNK):
+    while size < min(T, _CHUNK[backend]):
         size *= 2
     return size
 

@@ -7,6 +7,7 @@ and backends use None.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _NUM_INPUTS = len(Inputs._fields)
 _INPUTS = (
     "Tensor k, Tensor v, Tensor? q, Tensor? beta, Tensor? log_g, Tensor? state, Tensor? cu_seqlens"
 )
-_SETTINGS = "float scale, int chunk_size, bool output_final_state, bool keeps_states"
+_SETTINGS = "float scale, int chunk_size, bool output_final_state, bool keeps_states, str backend"
 _FORWARD = f"({_INPUTS}, *, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     f"({_INPUTS}, Tensor kept, Tensor? dout, Tensor? dstate, *, bool[] needs, {_SETTINGS})"
@@ -39,24 +40,37 @@ _BACKWARD = (
 )
 
 
-def run(call: DeltaCall, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+def run(call: DeltaCall, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor | None]:
     """Output, empty without queries, and final state of a call, differentiable."""
-    out, state, _ = delta_forward(*inputs, **vars(call))
+    settings = vars(call) | {"keeps_states": call.keeps_states and backend == "torch"}
+    out, state, _ = delta_forward(*inputs, **settings, backend=backend)
     return out, state if call.output_final_state else None
 
 
+def implementation(backend: str) -> ModuleType:
+    """The module with a backend's passes."""
+    if backend != "triton":
+        return torch_backend
+    # Triton takes long to import, and may not be installed.
+    from longhaul.kernels.delta import triton
+
+    return triton
+
+
 @custom_op("delta_forward", _FORWARD)
-def delta_forward(*inputs: Any, **settings: Any) -> tuple[Tensor, ...]:
+def delta_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
     """Output, final state, and the states that are kept for the backward pass."""
-    results = torch_backend.forward(DeltaCall(**settings), Inputs(*inputs))
+    results = implementation(backend).forward(DeltaCall(**settings), Inputs(*inputs))
     return tuple(or_empty(x, inputs[0]) for x in results)
 
 
 @custom_op("delta_backward", _BACKWARD)
-def delta_backward(*tensors: Any, needs: list[bool], **settings: Any) -> tuple[Tensor, ...]:
+def delta_backward(
+    *tensors: Any, needs: list[bool], backend: str, **settings: Any
+) -> tuple[Tensor, ...]:
     """Gradients of k, v, q, beta, log_g and the initial state."""
     inputs, rest = Inputs(*tensors[:_NUM_INPUTS]), tensors[_NUM_INPUTS:]
-    grads = torch_backend.backward(DeltaCall(**settings), inputs, *rest)
+    grads = implementation(backend).backward(DeltaCall(**settings), inputs, *rest)
     wanted = (x if need else None for x, need in zip(grads, needs, strict=True))
     return in_dtypes_of(inputs, wanted, inputs.k)
 

@@ -11,17 +11,27 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, cannot_run, resolve_backend
+from longhaul.kernels.backend import (
+    Backend,
+    cannot_run,
+    resolve_backend,
+    triton_unless,
+    why_dtype_unsupported,
+)
 from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
 from longhaul.kernels.common.offsets import check_offsets, check_packing, has_values
 from longhaul.kernels.delta import library
 from longhaul.kernels.delta.call import DeltaCall, Inputs
 from longhaul.kernels.delta.checks import check_state, check_tensors
 from longhaul.kernels.delta.cost import choose_chunk_size
+from longhaul.kernels.delta.fla import delta_rule_fla
 from longhaul.kernels.delta.reference import delta_rule_reference
 from longhaul.kernels.delta.torch import delta_rule_recurrent, step
 
+_OP = "the delta rule"
+
 Form = Literal["auto", "chunked", "recurrent"]
+DeltaBackend = Backend | Literal["fla"]
 
 
 def delta_rule(
@@ -37,7 +47,7 @@ def delta_rule(
     cu_seqlens: Int[Tensor, " N_plus_1"] | None = None,
     chunk_size: int | None = None,
     form: Form = "auto",
-    backend: Backend = "auto",
+    backend: DeltaBackend = "auto",
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "S H K V"] | None]:
     """Reads of a state that is decayed, erased along each key, and written: scale S_tᵀ q_t.
 
@@ -62,7 +72,10 @@ def delta_rule(
             changes speed and memory, and of the result its rounding.
         form: "chunked", "recurrent" (one token at a time) or "auto", which is "chunked". Results
             agree up to rounding.
-        backend: "reference" (the recurrence, which ignores `form`), "torch", "triton", "auto".
+        backend: "reference" (the recurrence, which ignores `form`), "torch", "triton", "auto", or
+            "fla": the chunked form in 16 bits by flash-linear-attention's kernels, on a GPU where
+            that package is installed. It ignores `chunk_size`, and needs the GPU's answer about
+            which gates are 0.
 
     Returns:
         The output in the dtype of q, and the state or None. Both have gradients once. Second
@@ -84,10 +97,22 @@ def delta_rule(
     scale = K**-0.5 if scale is None else scale
     if cu_seqlens is not None:
         check_packing(cu_seqlens, q)
-    resolved = _resolve(backend, q.device)
     S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         check_state("initial_state", initial_state, S, H, K, V)
+    if backend == "fla":
+        if form == "recurrent":
+            raise cannot_run(backend, "it has the chunked form alone")
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens, T)
+        results: tuple[Tensor, Tensor | None] = delta_rule_fla(
+            *(q, k, v, beta, log_g, initial_state),
+            scale=scale,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
+        return results
+    resolved = resolve_backend(backend, q.device)
     if resolved == "reference" or form == "recurrent":
         one = delta_rule_reference if resolved == "reference" else delta_rule_recurrent
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
@@ -99,13 +124,14 @@ def delta_rule(
         return out, after if output_final_state else None
     if cu_seqlens is not None and has_values(cu_seqlens):
         check_offsets(cu_seqlens, T)
+    runs_on = _chunked_backend(backend, resolved, k, chunk_size)
     call = DeltaCall(
         scale=scale,
-        chunk_size=choose_chunk_size(T) if chunk_size is None else chunk_size,
+        chunk_size=chunk_size or choose_chunk_size(T, runs_on),
         output_final_state=output_final_state,
         keeps_states=_any_needs_gradient(q, k, v, beta, log_g, initial_state),
     )
-    return library.run(call, Inputs(k, v, q, beta, log_g, initial_state, cu_seqlens))
+    return library.run(call, Inputs(k, v, q, beta, log_g, initial_state, cu_seqlens), runs_on)
 
 
 def delta_rule_step(
@@ -138,7 +164,9 @@ def delta_rule_step(
     check_state("state", state, q.shape[0], H, q.shape[3], V)
     if inplace and _any_needs_gradient(state, q, k, v, beta, log_g):
         raise ValueError("inplace: found tensors that need a gradient, wanted torch.no_grad()")
-    resolved = _resolve(backend, q.device)
+    resolved = resolve_backend(backend, q.device)
+    if backend == "triton":
+        raise cannot_run(backend, "there is no kernel for one token of the delta rule")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
@@ -166,17 +194,19 @@ def state_alone(
 ) -> Tensor:
     """The final state of `delta_rule` on checked tensors, without reading it for any token."""
     _check_chunk_size(chunk_size)
-    if _resolve(backend, k.device) == "reference":
+    resolved = resolve_backend(backend, k.device)
+    if resolved == "reference":
         with torch.autocast(k.device.type, enabled=False):
             # A state does not depend on queries.
             return delta_rule_reference(k, k, v, beta, log_g, state, scale=1.0)[1]
+    runs_on = _chunked_backend(backend, resolved, k, chunk_size)
     call = DeltaCall(
         scale=1.0,
-        chunk_size=choose_chunk_size(k.shape[1]) if chunk_size is None else chunk_size,
+        chunk_size=chunk_size or choose_chunk_size(k.shape[1], runs_on),
         output_final_state=True,
         keeps_states=_any_needs_gradient(k, v, beta, log_g, state),
     )
-    _, after = library.run(call, Inputs(k, v, None, beta, log_g, state, None))
+    _, after = library.run(call, Inputs(k, v, None, beta, log_g, state, None), runs_on)
     assert after is not None
     return after
 
@@ -187,11 +217,19 @@ def _check_chunk_size(chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size: found {chunk_size}, wanted a power of two")
 
 
-def _resolve(backend: Backend, device: torch.device) -> Literal["reference", "torch"]:
-    """The backend that runs: Triton has no kernels for this op."""
-    if backend == "triton":
-        raise cannot_run(backend, "the delta rule has no Triton kernels")
-    return "reference" if resolve_backend(backend, device) == "reference" else "torch"
+def _chunked_backend(
+    backend: Backend, resolved: str, k: Tensor, chunk_size: int | None
+) -> Literal["torch", "triton"]:
+    """The backend of the chunked form, where `resolved` could run."""
+    if resolved != "triton" or backend == "auto":
+        # The kernel of the gradients spills registers, and no GPU has run it: only by name.
+        return "torch"
+    if reason := why_dtype_unsupported(k.dtype):
+        return triton_unless(_OP, backend, reason)
+    # Triton takes long to import, and may not be installed.
+    from longhaul.kernels.delta import triton
+
+    return triton_unless(_OP, backend, triton.why_not(k.shape[3], chunk_size))
 
 
 def _per_document(

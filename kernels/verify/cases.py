@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend
+from longhaul.kernels.backend import own_backend
 from longhaul.kernels.testing import compare, poisoned_memory
 from longhaul.kernels.verify.candidates import does_not_fit, with_candidate
 
@@ -47,6 +47,15 @@ class Case(ABC):
         """About how much memory of a GPU a process needs for it."""
         return 1.5
 
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether a machine without a GPU cannot run it."""
+        return False
+
+    def backend(self, device: torch.device) -> str:
+        """The backend that is checked on a device, by name, so that no call falls back."""
+        return own_backend(device)
+
     @abstractmethod
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """The inputs by name."""
@@ -72,7 +81,7 @@ class Case(ABC):
         return replace(self, T=min(self.T, tokens))
 
 
-def check(case: Case, device: torch.device, backend: Backend) -> list[dict[str, Any]]:
+def check(case: Case, device: torch.device, backend: str) -> list[dict[str, Any]]:
     """One record per form: the errors of every tensor, and a list of faults.
 
     Raises only if the device itself has failed.
@@ -110,7 +119,7 @@ def _compare(
     inputs: dict[str, Tensor],
     oracle: dict[str, Tensor],
     definition: dict[str, Tensor],
-    backend: Backend,
+    backend: str,
     form: str,
 ) -> dict[str, Any]:
     before = {name: x.clone() for name, x in inputs.items()}

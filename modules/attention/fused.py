@@ -50,7 +50,7 @@ Cache = KeyValueCache | GatedCache
 
 
 class ConvolvedCache(NamedTuple):
-    """The state of a layer with a short convolution."""
+    """The state of a layer with a short convolution, or a shift of keys and values."""
 
     cache: Cache | RecentCache
     convolved: Float[Tensor, "B past W"]
@@ -74,7 +74,7 @@ class FusedAttention(Attention):
     @property
     def can_cut_state(self) -> bool:  # type: ignore[override]  # a class attribute in the base
         # A window holds no more tokens than the next one sees, a convolution fewer.
-        return self.window is None and self.convolution is None
+        return self.window is None and not self.num_convolved()
 
     def project(
         self,
@@ -84,7 +84,7 @@ class FusedAttention(Attention):
     ) -> tuple[Float[Tensor, "B H T K"], Cache]:
         """Queries and new cache entries of x, from the positions of its tokens, 1 and up.
 
-        By default they do not depend on positions. With a short convolution, qkv is what
+        By default they do not depend on positions. With a short convolution or a shift, qkv is what
         `queries_keys_values` takes by that name.
         """
         q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, qkv=qkv))
@@ -160,7 +160,7 @@ class FusedAttention(Attention):
         elif isinstance(state, RecentCache):
             position = position + (state.length - past)[:, None]
         given = {}
-        if self.convolution is not None:
+        if self.num_convolved():
             given["qkv"], convolved = self.projected(x, where, convolved)
         q, cache = self.project(x, position[:, past:], **given)
         if state is not None:

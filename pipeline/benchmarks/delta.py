@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longhaul.kernels import delta_rule
 from longhaul.kernels.delta.cost import choose_chunk_size
-from longhaul.kernels.power.verify.peers import Timed
+from longhaul.kernels.verify.timing import Timed
 from longhaul.pipeline.benchmarks.kernels import best_seconds, print_row
 
 _TOKENS, _HEADS, _WIDTH = 4096, 4, 64

@@ -8,7 +8,8 @@ import torch
 
 from longhaul.kernels.backend import own_backend
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form, power_flops
-from longhaul.kernels.power.verify.peers import Shape, Timed, training_call
+from longhaul.kernels.power.verify.peers import Shape, training_call
+from longhaul.kernels.verify.timing import Timed
 from longhaul.pipeline.system.compile_caches import use_private_caches
 
 _TOKENS = (4096, 8192, 16384, 65536)

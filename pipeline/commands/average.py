@@ -2,6 +2,9 @@
 
 import argparse
 
+from longhaul.configs.run_folders import named_run
+from longhaul.pipeline.system.atomic_folder import new_or_empty_folder
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, or the last checkpoint to take")
@@ -17,8 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.last is not None and args.last < 2:  # before torch is imported
+    if args.last is not None and args.last < 2:
         raise ValueError(f"--last: found {args.last}, wanted 2 or more")
+    named_run(args.run)
+    new_or_empty_folder(args.destination)
+    # After the arguments are checked, since this import takes seconds.
     from longhaul.pipeline.runs.averaging import average
 
     steps = average(args.run, args.destination, args.last)

@@ -32,9 +32,17 @@ def main(args: argparse.Namespace) -> int:
     if args.sample is None:
         if args.overrides:
             raise ValueError(f"found {args.overrides[0]!r} without --sample, wanted DST alone")
+        from longhaul.datamodules.corpus import find_corpora
+
+        corpora = find_corpora(args.source)
+        if not corpora:
+            raise ValueError(
+                f"{args.source}: found no manifest.json there, wanted a folder of shards"
+            )
+        # After the source is found, since this import takes seconds.
         from longhaul.pipeline.preparation.inspection import inspect
 
-        found = {"version": 1, "corpora": inspect(args.source)}
+        found = {"version": 1, "corpora": inspect(corpora)}
     else:
         run = Path(args.source, "config.yaml")
         source = str(run) if run.is_file() else args.source

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longhaul.configs.run_folders import named_run
 from longhaul.pipeline.arguments import add_model_arguments, named_model, parse_contexts
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.task import Option
@@ -84,6 +85,8 @@ def main(args: argparse.Namespace) -> int:
     runs = [run for run in args.run if len(args.run) == 1 or not _is_of_a_sweep(Path(run))]
     if not runs:
         raise ValueError("RUN: found only folders of sweeps, wanted runs")
+    if len(runs) == 1:  # of several, those that are there are evaluated
+        named_run(runs[0])
     models = [named_model(args, run) for run in runs]
     # After the options are checked, since this import takes seconds.
     from longhaul.pipeline.evaluation.run import check_options, evaluate_checkpoint

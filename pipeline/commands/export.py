@@ -4,6 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
+from longhaul.configs.run_folders import named_run
+from longhaul.pipeline.system.atomic_folder import new_or_empty_folder
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run folder, or one of its checkpoints")
@@ -21,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    named_run(args.run)
+    new_or_empty_folder(args.destination)
+    # After the paths are checked, since this import takes seconds.
     from longhaul.pipeline.exporting.folder import export
 
     code = 0

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from longhaul.configs.run_folders import named_run
 from longhaul.pipeline.arguments import add_model_arguments, named_model
 
 
@@ -74,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
         has_bfloat16_state=args.state_dtype == "bfloat16",
         save_state=args.save_state,
     )
+    named_run(args.run)
     named = named_model(args, args.run)
     # After the options are checked, since these imports take seconds.
     from longhaul.pipeline.generation.run import generate

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul.datamodules.corpus import Corpus, find_corpora
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.manifest import Manifest
@@ -16,18 +16,15 @@ from longhaul.pipeline.terminal.table import print_table
 CARD_NAME = "DATA_CARD.md"
 
 
-def inspect(location: str) -> list[dict[str, Any]]:
-    """Print what the corpora at a path or URL hold: of its folder, or of those in it.
+def inspect(corpora: Sequence[Corpus]) -> list[dict[str, Any]]:
+    """Print what corpora of one source hold.
 
     Returns the same as values for JSON.
 
     Raises:
-        ValueError: there is none, or one is damaged.
+        ValueError: one is damaged.
         OSError: a file cannot be read.
     """
-    corpora = find_corpora(location)
-    if not corpora:
-        raise ValueError(f"{location}: found no manifest.json there, wanted a folder of shards")
     reports = []
     for number, corpus in enumerate(corpora):
         if number:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.configs.run_folders import has_run, run_folder_of
+from longhaul.configs.run_folders import has_run, named_run, run_folder_of
 from longhaul.configs.schema import TrackingConfig
 from longhaul.configs.values import typed_keys
 from longhaul.datamodules.config import MANIFEST_KEYS, key_of
@@ -165,25 +165,8 @@ def fixed_difference(found: RunConfig, wanted: RunConfig, free: Collection[str] 
 
 def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
     """The run folder of a path, and the checkpoint if the path is that of a checkpoint."""
-    path = Path(run_or_checkpoint).absolute()
-    if path.parent.name == "checkpoints" and path.is_dir():
-        folder, checkpoint = RunFolder(path.parent.parent), path
-    else:
-        folder, checkpoint = RunFolder(path), None
-    if not folder.config_file.is_file():
-        raise ValueError(f"{run_or_checkpoint}: {_no_run(path, run_or_checkpoint)}")
-    return folder, checkpoint
-
-
-def _no_run(path: Path, given: str | Path) -> str:
-    """What was found in place of a run folder, and what was wanted."""
-    wanted = "wanted a run folder or one of its checkpoints"
-    named = Path(RunConfig.root, given)
-    if not path.is_dir() and RunFolder(named).config_file.is_file():
-        return f"found no such folder; the run of this name is {named}"
-    if path.suffix in (".yaml", ".yml"):
-        return f"found a config, {wanted}"
-    return f"found no {'config.yaml' if path.exists() else 'such folder'}, {wanted}"
+    folder, checkpoint = named_run(run_or_checkpoint)
+    return RunFolder(folder), checkpoint
 
 
 def stored_config(folder: RunFolder) -> RunConfig:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,16 @@ def remaining_checks(device: str) -> list[Check]:
     ]
 
 
+def peer_checks(device: str) -> list[Check]:
+    """Other projects' kernels that an op may be asked to run."""
+    return [
+        replace(check, is_ours=False)
+        for op in OPS
+        for package, cases in op.peers.items()
+        for check in _checks(cases, device, Needs(gpu=True, packages=(package,)), seconds=280)
+    ]
+
+
 def _checks(
     cases: Sequence[Case], device: str, needs: Needs | None = None, seconds: float = 150
 ) -> list[Check]:
@@ -88,7 +98,7 @@ def _checks(
             seconds=seconds,
             is_alone=False,
             gigabytes=case.gigabytes,
-            needs=needs,
+            needs=replace(needs, gpu=needs.gpu or case.needs_gpu),
         )
         for case in cases
     ]
@@ -100,7 +110,7 @@ def check_case(case: Case, place: Place) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(1)  # Other processes have the other cores.
     forms: dict[str, dict[str, Any]] = {}
-    for record in check(case, device, own_backend(device)):
+    for record in check(case, device, case.backend(device)):
         name = record["form"]
         forms[name] = {key: record.get(key) for key in ("tensors", "seconds", "faults")}
         if "does_not_fit" in record:

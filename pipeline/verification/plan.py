@@ -26,5 +26,6 @@ def all_checks(machine: Machine) -> list[Check]:
         *models.decoding_checks(),
         *trainer.remaining_checks(machine),
         *kernels.candidate_checks(device),
+        *kernels.peer_checks(device),
         *timings.peer_timings(),
     ]

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from longhaul.kernels.delta.verify import tasks as delta_tasks
+from longhaul.kernels.delta.verify.tasks import DeltaTask
 from longhaul.kernels.power.verify import tasks
 from longhaul.kernels.power.verify.benchmark import Task, compile_part
 from longhaul.kernels.power.verify.targets import targets_of
@@ -19,7 +21,7 @@ def headline_timings() -> list[Check]:
 
 
 def op_timings() -> list[Check]:
-    return [_timing(task) for task in tasks.op_tasks()]
+    return [*map(_timing, tasks.op_tasks()), *map(_timing, delta_tasks.op_tasks())]
 
 
 def peer_timings() -> list[Check]:
@@ -40,7 +42,7 @@ def peer_timings() -> list[Check]:
         for task in peers
         for part in range(tasks.COMPILED_BEFORE.get(task.implementation, 0))
     ]
-    return [*compiled, *map(_timing, peers)]
+    return [*compiled, *map(_timing, peers), *map(_timing, delta_tasks.peer_tasks())]
 
 
 def step_timings() -> list[Check]:
@@ -66,7 +68,7 @@ def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def _timing(task: Task) -> Check:
+def _timing(task: Task | DeltaTask) -> Check:
     return Check(
         part="timings",
         name=task.name,
@@ -78,11 +80,11 @@ def _timing(task: Task) -> Check:
     )
 
 
-def _needs(task: Task) -> Needs:
+def _needs(task: Task | DeltaTask) -> Needs:
     return Needs(gpu=True, packages=() if task.package is None else (task.package,))
 
 
-def time_task(task: Task | Step, place: Place) -> dict[str, Any]:
+def time_task(task: Task | DeltaTask | Step, place: Place) -> dict[str, Any]:
     """A measurement, and no memory kept for the next one."""
     found = task.measure(torch.device(place.device))
     if place.device == "cuda":

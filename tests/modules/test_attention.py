@@ -203,8 +203,12 @@ def test_builds_on_meta_without_memory(kind: str, options: dict[str, object]) ->
         attention = fresh(kind, 768, 12, **options)
         tensors = [*attention.parameters(), *attention.buffers()]
     assert all(tensor.is_meta for tensor in tensors)
-    y, _ = attention(torch.empty(2, 64, 768, device="meta"), keep_state=False)
+    x = torch.empty(2, 64, 768, device="meta")
+    y, _ = attention(x, keep_state=False)
     assert y.shape == (2, 64, 768)
+    # A tensor on another device than x, where it is not meta, would be an error.
+    if has_matrices(attention):
+        assert attention.weights(x).is_meta
 
 
 @every_case_and_learned

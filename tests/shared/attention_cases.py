@@ -65,9 +65,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"gate": "learned", "short_convolution": 3, **GROUPED},
     ],
     "deltanet": [{"negative_eigenvalues": True, "output_gate": "silu", "short_convolution": 0}],
+    "fox": [{"shift": True, "output_norm": "rms", "output_gate": "sigmoid", **GROUPED}],
     "gated_deltanet": [{"negative_eigenvalues": True, "groups": 1, "key_dim": 4, "value_dim": 6}],
     "gated_linear": [{"short_convolution": 3, "output_gate": "none", "qk_norm": "head"}],
-    "kimi_delta": [{"negative_eigenvalues": True, "key_dim": 3}],
+    "kimi_delta": [{"negative_eigenvalues": True, "key_dim": 3, "decay_bound": 5.0}],
     "linear": [
         {"feature_map": "relu"},
         {"feature_map": "identity", "normalizer": "head_norm"},

@@ -49,7 +49,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"feature_map": "identity", "normalizer": "head_norm"},
         {"rotary": "fixed", "gate": "data"} | LEARNED,
     ],
-    "fox": [{}, {"key_heads": 1}],
+    "fox": [{}, {"key_heads": 1}, {"key_heads": 1, "shift": True, "output_norm": "rms"}],
     "mamba2": [{}],
     "retention": [{}, {"swish_gate": True, "short_convolution": 4}, LEARNED],
     # Windows within a part, of a part and of several: parts have 54, 36 or 27 tokens.

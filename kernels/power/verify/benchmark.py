@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import timeit
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from longhaul.kernels.power.cost import choose_chunk_size, power_backward_flops, power_flops
 from longhaul.kernels.power.verify.peers import (
     SDPA,
     Shape,
-    Timed,
     chosen_kernels,
     decoding_bytes,
     decoding_call,
@@ -25,6 +21,7 @@ from longhaul.kernels.power.verify.peers import (
 )
 from longhaul.kernels.shapes import state_features
 from longhaul.kernels.verify.candidates import does_not_fit, untimed_tuning, with_candidate
+from longhaul.kernels.verify.timing import Timed, relative_difference, time_call, training_times
 
 _KERNELS_LISTED = 24
 
@@ -83,12 +80,12 @@ def _measured(task: Task, device: torch.device) -> dict[str, Any]:
             return {"kernels": _kernel_times(task, device)}
     if task.what == "matmul":
         a, b = (torch.randn(task.size, task.size, device=device).bfloat16() for _ in range(2))
-        times = _time(lambda: a @ b, device)
+        times = time_call(lambda: a @ b, device)
         return times | {"tflops": 2 * task.size**3 / times["ms"] / 1e9}
     if task.what == "copy":
         source = torch.randint(255, (task.size, 16, task.size), dtype=torch.uint8, device=device)
         target = source.clone()
-        times = _time(lambda: target.copy_(source), device)
+        times = time_call(lambda: target.copy_(source), device)
         return times | {"gb_per_s": 2 * source.numel() / times["ms"] / 1e6}
     return _measure_decoding(task, device)
 
@@ -104,7 +101,7 @@ def _measure_decoding(task: Task, device: torch.device) -> dict[str, Any]:
     with chosen_kernels(task.implementation):
         step = decoding_call(task.implementation, task.shape, device, num_states)
         for suffix in ("", "_graph"):
-            times = _time(step, device, is_graph=bool(suffix))
+            times = time_call(step, device, is_graph=bool(suffix))
             result[f"ms{suffix}"] = times["ms"] / num_states
             result[f"ms{suffix}_range"] = [x / num_states for x in times["ms_range"]]
     return result
@@ -114,22 +111,7 @@ def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
     shape = task.shape
     with chosen_kernels(task.implementation):
         call = training_call(task.implementation, shape, device)
-        dout = torch.randn_like(call.forward())
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call.forward()
-
-        def both() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(call.forward(), call.leaves, dout)
-
-        both()
-        result: dict[str, Any] = {"peak_bytes": _peak_bytes(both, device)}
-        for name, function in (("forward", forward), ("forward_backward", both)):
-            for suffix in ("", "_graph") if task.with_graph else ("",):
-                times = _time(function, device, is_graph=bool(suffix))
-                result[f"{name}_ms{suffix}"] = times["ms"]
-                result[f"{name}_ms{suffix}_range"] = times["ms_range"]
+        result = training_times(call, device, with_graph=task.with_graph)
     if task.implementation == "longhaul":
         return result | _useful_work(shape, call, result)
     if task.implementation not in SDPA:
@@ -138,8 +120,8 @@ def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
             result["runs_on"] = "CUDA (vidrial)" if find_spec("vidrial") else "Triton"
         # How far the peer's output is from ours. Its times are kept even if our call raises.
         with suppress(Exception):
-            ours = training_call("longhaul", shape, device).forward()
-            result["differs_by"] = ((forward() - ours).float().norm() / ours.float().norm()).item()
+            ours = training_call("longhaul", shape, device)
+            result["differs_by"] = relative_difference(call, ours)
     return result
 
 
@@ -161,38 +143,6 @@ def _useful_work(shape: Shape, call: Timed, result: dict[str, Any]) -> dict[str,
         inputs = sum(x.numel() * x.element_size() for x in call.leaves)
         work["allowed_bytes"] = 4 * inputs + heads * -(-shape.T // C) * state_bytes
     return work
-
-
-def _peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Peak of allocated memory during a call, inputs included."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
-def _time(
-    function: Callable[[], object], device: torch.device, *, is_graph: bool = False
-) -> dict[str, Any]:
-    """Median and middle 60 % of a call in milliseconds; only a CUDA graph finds a warm cache."""
-    quantiles = [0.5, 0.2, 0.8]
-    if device.type != "cuda":
-        # Only tests measure on a CPU.
-        low, middle, high = sorted(1e3 * x for x in timeit.repeat(function, number=1, repeat=3))
-    else:
-        # Triton takes long to import.
-        from triton.testing import do_bench, do_bench_cudagraph
-
-        torch.cuda.synchronize()
-        if is_graph:
-            middle, low, high = do_bench_cudagraph(function, rep=50, quantiles=quantiles)
-        else:
-            middle, low, high = do_bench(function, warmup=50, rep=300, quantiles=quantiles)
-    return {"ms": middle, "ms_range": [low, high]}
 
 
 def _kernel_times(task: Task, device: torch.device) -> list[dict[str, Any]]:

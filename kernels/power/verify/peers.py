@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from longhaul.kernels.backend import own_backend
 from longhaul.kernels.power import PowerState, power_attention, power_attention_step
 from longhaul.kernels.power.cost import Form
 from longhaul.kernels.shapes import state_features
+from longhaul.kernels.verify.timing import Timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,6 @@ class Shape:
         return q, k, v, logsigmoid(gates + 5)
 
 
-class Timed(NamedTuple):
-    """A call to time: `forward()` returns (B, T, H, K), or (B, H, T, K) for SDPA."""
-
-    forward: Callable[[], Tensor]
-    leaves: list[Tensor]
-
-
 # Chunk sizes in tokens that `retention` is timed with, as its README calls it and compiled, as its
 # own benchmark does: we compare with its fastest. It runs its Triton kernels unless the package
 # vidrial is installed; results tell which.
@@ -67,7 +60,7 @@ DECODERS = {"longhaul, float32 state": torch.float32, "longhaul, bfloat16 state"
 
 
 def training_call(implementation: str, shape: Shape, device: torch.device) -> Timed:
-    """One forward pass, ready for a backward pass.
+    """One forward pass, ready for a backward pass: (B, T, H, K), or (B, H, T, K) for SDPA.
 
     `implementation` is "longhaul", "sdpa", "sdpa flash", "sdpa cudnn", "chunk_simple_gla",
     "retention, chunk C" or "retention, compiled, chunk C", where C is a number of tokens.

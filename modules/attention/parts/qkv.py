@@ -68,6 +68,13 @@ class LayerShape:
         return _linear(self.mixed_width, self.width, self.out_bias)
 
 
+def check_groups(groups: int, heads: int) -> int:
+    """So many queries and keys, if heads can share them equally; else ValueError."""
+    if heads % groups:
+        raise ValueError(f"attention.groups: found {groups}, wanted a divisor of {heads} heads")
+    return groups
+
+
 def _linear(inputs: int, outputs: int, has_bias: bool) -> nn.Linear:
     linear = nn.Linear(inputs, outputs, bias=False)
     if has_bias:

@@ -50,11 +50,7 @@ class ShortConvolution(nn.Module):
             state: what an earlier call returned; None at the start of a document.
         """
         T, past = x.shape[1], self.past
-        if documents.sequence_part is not None:
-            (inputs,) = tokens_before(documents.sequence_part, (x,), past)
-        else:
-            inputs = x if state is None else torch.cat([state, x], dim=1)
-        inputs = F.pad(inputs, (0, 0, past + T - inputs.shape[1], 0))
+        inputs = with_past(x, documents, state, past)
         # Products of few numbers each: sums of slices are faster than torch's Conv1d on a CPU.
         weight = self.weight[:, 0].to(torch.promote_types(x.dtype, torch.float32))
         y = x * weight[:, past]
@@ -67,3 +63,20 @@ class ShortConvolution(nn.Module):
             y = y + self.bias
         # A view would keep all inputs in memory.
         return silu(y.to(x.dtype)), inputs[:, T:].clone()
+
+
+def with_past(
+    x: Float[Tensor, "B T W"],
+    documents: Documents,
+    state: Float[Tensor, "B past W"] | None,
+    past: int,
+) -> Float[Tensor, "B past_T W"]:
+    """The last `past` inputs before x, and x, as `ShortConvolution` takes them.
+
+    What is before the first token of a row is zeros.
+    """
+    if documents.sequence_part is not None:
+        (inputs,) = tokens_before(documents.sequence_part, (x,), past)
+    else:
+        inputs = x if state is None else torch.cat([state, x], dim=1)
+    return F.pad(inputs, (0, 0, past + x.shape[1] - inputs.shape[1], 0))

@@ -16,14 +16,23 @@ class TimeStep(Float32Parameters):
     """dt_t = softplus(f_t + dt_bias) and log g_t = -exp(A_log) dt_t, in at least float32.
 
     A is uniform between two bounds at first, and softplus(dt_bias) log-uniform in [1e-3, 0.1].
-    Neither has weight decay, which would draw rates and steps to 1 and ln 2.
+    Neither has weight decay, which would draw rates and steps to 1 and ln 2. A bound b has log g_t
+    = -b sigmoid(A (f_t + dt_bias)) in their place, which is never below -b, and A = 1 at first.
     Source: Mamba-2 (2024), arXiv:2405.21060, and the code that its authors published.
     """
 
-    def __init__(self, heads: int, *, rates: tuple[float, float], per_head: int = 1) -> None:
+    def __init__(
+        self,
+        heads: int,
+        *,
+        rates: tuple[float, float],
+        per_head: int = 1,
+        bound: float | None = None,
+    ) -> None:
         """per_head: steps of a head, such as one for each channel of its keys, next to another."""
         super().__init__()
-        self.rates = rates
+        self.rates = rates if bound is None else (1.0, 1.0)
+        self.bound = bound
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * per_head))
         self.reset_parameters()
@@ -43,6 +52,7 @@ class TimeStep(Float32Parameters):
     ) -> tuple[Float[Tensor, "B T steps"], Float[Tensor, "B T steps"]]:
         """Steps, and log gates."""
         exact = torch.promote_types(f.dtype, torch.float32)
-        dt = softplus(f.to(exact) + self.dt_bias.to(exact))
+        f = f.to(exact) + self.dt_bias.to(exact)
+        dt = softplus(f)
         rate = self.A_log.to(exact).exp().repeat_interleave(len(self.dt_bias) // len(self.A_log))
-        return dt, -rate * dt
+        return dt, -rate * dt if self.bound is None else -self.bound * torch.sigmoid(rate * f)

@@ -1,6 +1,5 @@
 """Attention with the delta rule: what the kinds share whose state decays by head or channel."""
 
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -12,6 +11,7 @@ from torch.linalg import solve_triangular
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.delta import delta_rule, delta_rule_step, delta_summary, state_after
 from longhaul.kernels.delta.cost import choose_chunk_size, delta_flops
+from longhaul.kernels.delta.fla import runs_on_fla
 from longhaul.modules.attention.base import (
     Attention,
     LayerShape,
@@ -20,6 +20,8 @@ from longhaul.modules.attention.base import (
     overwrite,
 )
 from longhaul.modules.attention.parts.context_parallel import state_before
+from longhaul.modules.attention.parts.gates import ScalarPerHead
+from longhaul.modules.attention.parts.qkv import check_groups
 from longhaul.modules.attention.power import for_each_query_head
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
@@ -29,7 +31,7 @@ from longhaul.modules.documents import Documents
 class RecurrentConfig(PartsConfig):
     """Options that these kinds share."""
 
-    speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
+    speed_options: ClassVar[tuple[str, ...]] = ("chunk_size", "backend")
 
     key_dim: int | None = None
     """Width of a key and query, 1 or more; null: as published, from the width of a head."""
@@ -48,6 +50,9 @@ class RecurrentConfig(PartsConfig):
 
     chunk_size: int | None = None
     """Tokens per chunk, a power of two; null: the cost model. Only affects speed."""
+
+    backend: Literal["auto", "fla"] = "auto"
+    """auto | fla (flash-linear-attention's, on a GPU in 16 bits). Affects speed and rounding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,11 +85,11 @@ class DeltaAttention(Attention):
     """S_t = Diag(e^g_t) S_(t-1), S_t += b_t k_t (v_t - S_t^T k_t)^T, y_t = S_t^T q_t / sqrt(K).
 
     q, k and v are silu of a short convolution of projections, |q_t| and |k_t| are 1. Then each head
-    is normalised, gated, and projected. A kind says how strongly its tokens write, b_t, and what
-    decays, g_t. One that does not erase has S_t += k_t v_t^T, with q and k as they are.
+    is normalised, gated, and projected. b_t = sigmoid(W x_t), or twice that with negative
+    eigenvalues. A kind says what decays, g_t, in `log_gates`. One whose config is no DeltaConfig
+    does not erase: S_t += k_t v_t^T, with q and k as they are.
     """
 
-    erases = True
     scale: float | None = None  # None is K^(-1/2)
 
     def __init__(
@@ -92,20 +97,22 @@ class DeltaAttention(Attention):
     ) -> None:
         """groups: queries and keys per token, each for several heads; None: one for each head."""
         self.key_dim, self.value_dim = config.widths(shape.head_dim)
-        self.in_float32 = self.erases
+        self.erases = self.in_float32 = isinstance(config, DeltaConfig)
         qk_norm = "none" if self.erases else shape.qk_norm  # unit queries and keys need no other
         shape = replace(shape, head_dim=self.value_dim, qk_norm=qk_norm)
         super().__init__(config, shape)
         self.groups = check_groups(shape.heads if groups is None else groups, shape.heads)
         self.chunk_size = config.chunk_size
+        self.backend = config.backend
         self.add_qkv(config.build_rotary if isinstance(config, RotaryConfig) else None)
         self.add_output(config)
+        if isinstance(config, DeltaConfig):
+            self.strongest = 2.0 if config.negative_eigenvalues else 1.0
+            self.write = ScalarPerHead(shape.width, shape.heads)
 
-    @abstractmethod
-    def write_and_decay(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"] | None, Float[Tensor, "B T H *channels"] | None]:
-        """b_t, and g_t of every head or of every channel of its keys; None: as the class says."""
+    def strengths(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"] | None:
+        """b_t; None where nothing is erased."""
+        return self.strongest * self.write(x).sigmoid() if self.erases else None
 
     def head_shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         keys = self.groups, self.key_dim
@@ -128,7 +135,7 @@ class DeltaAttention(Attention):
         memory, carried = state or (None, {})
         where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
         (q, k, v), after = self._project(x, where, carried)
-        beta, log_g = self.write_and_decay(x)
+        beta, log_g = self.strengths(x), self.log_gates(x)
         if documents is not None:
             if log_g is None:
                 log_g = x.new_zeros(v.shape[:3], dtype=torch.promote_types(x.dtype, torch.float32))
@@ -142,7 +149,7 @@ class DeltaAttention(Attention):
         self.check_stateless(has_state=True)
         (q, k, v), after = self._project(x, Documents(x), state.carried)
         q, k = self.features(q), self.features(k)
-        beta, log_g = self.write_and_decay(x)
+        beta, log_g = self.strengths(x), self.log_gates(x)
         mixed, memory = delta_rule_step(
             state.memory, q, k, v, beta, log_g, scale=self.scale, inplace=inplace
         )
@@ -153,6 +160,11 @@ class DeltaAttention(Attention):
     ) -> tuple[Float[Tensor, "B 1 D"], RecurrentState]:
         y, (memory, carried) = self.step(x, state, inplace=True)
         return y, RecurrentState(memory, overwrite(state.carried, carried))
+
+    @property
+    def num_features(self) -> int:
+        """Rows P of the state of a head."""
+        return self.key_dim
 
     def features(self, x: Float[Tensor, "B T G K"]) -> Float[Tensor, "B T G P"]:
         """Queries or keys as the rows of the state have them."""
@@ -181,6 +193,7 @@ class DeltaAttention(Attention):
             initial_state=memory,
             output_final_state=keep_state,
             chunk_size=self.chunk_size,
+            backend=self.backend if runs_on_fla(v.device, v.dtype) else "auto",
         )
 
     def check_context_parallel(self) -> None:
@@ -206,16 +219,13 @@ class DeltaAttention(Attention):
     ) -> Float[Tensor, "B T D"]:
         return self.project_output(x, mixed.flatten(2))
 
-    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
-        return self.write_and_decay(x)[1]
-
     def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H V"]:
         return self.queries_keys_values(x)[2]
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         """scores (I + system)^(-1) diag(b), both with products of gates, which may be zero."""
         (q, k, _), _ = self._project(x, Documents(x), {})
-        beta, log_g = self.write_and_decay(x)
+        beta, log_g = self.strengths(x), self.log_gates(x)
         exact = torch.promote_types(x.dtype, torch.float32)
         q, k = (self.features(for_each_query_head(one, self.num_heads).to(exact)) for one in (q, k))
         if log_g is None:
@@ -261,21 +271,13 @@ class DeltaAttention(Attention):
         return memory + self.num_convolved() * dtype.itemsize + rotation
 
     def _memory_size(self) -> int:
-        rows = self.features(torch.empty(1, 1, 1, self.key_dim, device="meta")).shape[-1]
-        return self.num_heads * rows * self.value_dim
+        return self.num_heads * self.num_features * self.value_dim
 
 
 def _after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Float[Tensor, "B H K V"]:
     """The state after all earlier parts, from the summary of each."""
     transitions, added = every
     return state_after(transitions, added, start)
-
-
-def check_groups(groups: int, heads: int) -> int:
-    """So many queries and keys, if heads can share them equally; else ValueError."""
-    if heads % groups:
-        raise ValueError(f"attention.groups: found {groups}, wanted a divisor of {heads} heads")
-    return groups
 
 
 def _unit(x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:

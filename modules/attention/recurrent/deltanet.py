@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
 from longhaul.modules.attention.base import Attention, LayerShape, register
-from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.recurrent.delta import DeltaAttention, DeltaConfig
 
 
@@ -24,15 +20,4 @@ class DeltaNetConfig(DeltaConfig):
 
 
 class DeltaNet(DeltaAttention):
-    """The delta rule with b_t = sigmoid(W x_t), or twice that, and g_t = 0.
-
-    Source: Yang et al. (2024), arXiv:2406.06484.
-    """
-
-    def __init__(self, config: DeltaNetConfig, shape: LayerShape) -> None:
-        super().__init__(config, shape)
-        self.strongest = 2.0 if config.negative_eigenvalues else 1.0
-        self.write = ScalarPerHead(shape.width, shape.heads)
-
-    def write_and_decay(self, x: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T H"], None]:
-        return self.strongest * self.write(x).sigmoid(), None
+    """The delta rule with g_t = 0. Source: Yang et al. (2024), arXiv:2406.06484."""

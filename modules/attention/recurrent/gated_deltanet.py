@@ -36,21 +36,17 @@ class GatedDeltaNetConfig(DeltaConfig):
 
 
 class GatedDeltaNet(DeltaAttention):
-    """The delta rule with b_t = sigmoid(W x_t), or twice that, and g_t = -A softplus(W' x_t + c).
+    """The delta rule with g_t = -A softplus(W x_t + c), one b_t, g_t, A and c per head of values.
 
-    There is one b_t, g_t, A and c for each head of values.
     Source: Yang, Kautz, Hatamizadeh (2024), arXiv:2412.06464, and the layer in the library of its
     authors; negative eigenvalues: Grazzi et al. (2024), arXiv:2411.12537.
     """
 
     def __init__(self, config: GatedDeltaNetConfig, shape: LayerShape) -> None:
         super().__init__(config, shape, groups=config.groups)
-        self.strongest = 2.0 if config.negative_eigenvalues else 1.0
-        self.write = ScalarPerHead(shape.width, shape.heads)
         self.decay = ScalarPerHead(shape.width, shape.heads)
         self.time_step = TimeStep(shape.heads, rates=(0.0, 16.0))
 
-    def write_and_decay(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H"]]:
-        return self.strongest * self.write(x).sigmoid(), self.time_step(self.decay(x))[1]
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
+        _, log_g = self.time_step(self.decay(x))
+        return log_g  # type: ignore[no-any-return]

@@ -37,12 +37,10 @@ class GatedLinear(DeltaAttention):
     Source: Yang et al. (2023), arXiv:2312.06635.
     """
 
-    erases = False
-
     def __init__(self, config: GatedLinearConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.decay = LowRank(shape.width, _RANK, shape.heads * self.key_dim, bias=True)
 
-    def write_and_decay(self, x: Float[Tensor, "B T D"]) -> tuple[None, Float[Tensor, "B T H K"]]:
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
         log_g = logsigmoid(self.decay(x)) / _TEMPERATURE
-        return None, log_g.unflatten(-1, (self.num_heads, -1))
+        return log_g.unflatten(-1, (self.num_heads, -1))  # type: ignore[no-any-return]

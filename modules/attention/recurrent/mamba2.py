@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.parts.gates import ScalarPerHead
+from longhaul.modules.attention.parts.qkv import check_groups
 from longhaul.modules.attention.parts.time_step import TimeStep
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.choices import check_bounds
@@ -62,11 +63,7 @@ class Mamba2(PowerAttention):
 
     def __init__(self, config: Mamba2Config, shape: LayerShape) -> None:
         heads = config.expand * shape.heads
-        if heads % config.groups:
-            raise ValueError(
-                f"attention.groups: found {config.groups}, wanted a divisor of {heads} heads"
-            )
-        self.groups = self.norm_groups = config.groups
+        self.groups = self.norm_groups = check_groups(config.groups, heads)
         self.state_dim = config.key_dim
         if shape.key_heads == shape.heads:  # else refused, by the model's own heads
             shape = replace(shape, heads=heads, key_heads=heads)
@@ -96,4 +93,6 @@ class Mamba2(PowerAttention):
         return super().merge(out, operands) + self.skip[:, None] * operands.v
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
-        return super().weights(x) + self.skip[:, None, None] * torch.eye(x.shape[1], dtype=x.dtype)
+        return super().weights(x) + self.skip[:, None, None] * torch.eye(
+            x.shape[1], dtype=x.dtype, device=x.device
+        )

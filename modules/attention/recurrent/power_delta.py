@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.delta.cost import choose_chunk_size
 from longhaul.modules.attention.base import Attention, DocumentRotaryConfig, LayerShape, register
-from longhaul.modules.attention.parts.gates import GateConfig, ScalarPerHead
+from longhaul.modules.attention.parts.gates import GateConfig
 from longhaul.modules.attention.recurrent.delta import DeltaAttention, DeltaConfig
 from longhaul.modules.rotary import Rotary
 
@@ -36,6 +36,11 @@ class PowerDeltaConfig(GateConfig, DocumentRotaryConfig, DeltaConfig):
     output_gate: Literal["none", "silu", "sigmoid"] = "none"
     """none | silu | sigmoid: of one more projection of x, which multiplies the output."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend != "auto":
+            raise ValueError(f"backend: found {self.backend!r}, wanted 'auto': nobody else has it")
+
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None
 
@@ -48,7 +53,7 @@ class PowerDelta(DeltaAttention):
 
     phi(a) . phi(b) = (a . b)^2, as in sympow of degree 2: its state, of K (K + 1) / 2 rows, where
     what is held under a key is erased before its value is written. |q_t|, |k_t| and so |phi(k_t)|
-    are 1. A norm of each head takes the place of sympow's denominator. b_t = sigmoid(W x_t).
+    are 1. A norm of each head takes the place of sympow's denominator.
 
     In a chunk that begins with the state S, with A_t = gamma_1 ... gamma_t, the new values
     w_t = b_t (v_t - what is held) solve a triangular system,
@@ -63,14 +68,14 @@ class PowerDelta(DeltaAttention):
 
     def __init__(self, config: PowerDeltaConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.strongest = 2.0 if config.negative_eigenvalues else 1.0
-        self.write = ScalarPerHead(shape.width, shape.heads)
         self.gate = config.build_gate(shape.width, shape.heads)
 
-    def write_and_decay(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H"]]:
-        return self.strongest * self.write(x).sigmoid(), self.gate(x)
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
+        return self.gate(x)  # type: ignore[no-any-return]
+
+    @property
+    def num_features(self) -> int:
+        return self.key_dim * (self.key_dim + 1) // 2
 
     def features(self, x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H P"]:
         """All products of two coordinates; those of two different ones count twice."""
@@ -101,8 +106,7 @@ class PowerDelta(DeltaAttention):
         )
         if memory is None:
             B, _, H, V = v.shape
-            rows = self.key_dim * (self.key_dim + 1) // 2
-            memory = v.new_zeros(B, H, rows, V, dtype=exact)
+            memory = v.new_zeros(B, H, self.num_features, V, dtype=exact)
         outputs = []
         with without_autocast(v):
             for chunk in chunks:
@@ -129,8 +133,14 @@ class PowerDelta(DeltaAttention):
         return out, from_start[:, :, -1:] * memory + (decay[:, :, -1:].mT * phi_k).mT @ w
 
     def check_context_parallel(self) -> None:
-        # Parts would exchange a number for every two features.
-        Attention.check_context_parallel(self)
+        # With heads of 64, the transition of a part has 2,080 columns beside 64 of values: to make
+        # it takes 22 times the products with the state that the layer itself takes.
+        P = self.num_features
+        raise ValueError(
+            f"attention.kind: found power_delta, whose ranks would exchange {P:,} x {P:,} numbers "
+            f"for each head and sequence ({4 * P**2:,} bytes); wanted a kind that supports context "
+            "parallelism"
+        )
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Scores of pairs, their solution and read-out; three products with the state a token."""

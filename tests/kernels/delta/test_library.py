@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def call(
     )
     leaves = [x if x is None else x.requires_grad_() for x in inputs]
     defaults = {"scale": 0.3, "chunk_size": 8, "output_final_state": True, "keeps_states": True}
+    defaults |= {"backend": "torch"}
     return (*leaves, torch.tensor(OFFSETS) if is_packed else None), defaults | settings
 
 
@@ -74,12 +76,25 @@ def backward_call(how: dict[str, Any]) -> tuple[tuple[Tensor | None, ...], dict[
     return (*inputs, kept, dout, dstate), settings | {"needs": needs}
 
 
+EVERY_CALL = [
+    {"is_gated": gates != "none", "channels": gates == "channel", "erases": erases, "reads": reads}
+    | ({"is_packed": True, "is_continued": True} if is_packed else {})
+    for gates, erases, is_packed, reads in product(
+        ("none", "scalar", "channel"), (True, False), (True, False), (True, False)
+    )
+]
+
+
 # opcheck computes a call seven times.
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(how, id=name, marks=[] if name == "packed" else pytest.mark.wide)
-        for name, how in CALLS.items()
+        pytest.param(CALLS["packed"], id="packed"),
+        *(pytest.param(how, id=str(n), marks=pytest.mark.wide) for n, how in enumerate(EVERY_CALL)),
+        *(
+            pytest.param(CALLS[name], id=name, marks=pytest.mark.wide)
+            for name in ("scalar gates", "bfloat16")  # no final state, and another dtype
+        ),
     ],
 )
 def test_ops_pass_opcheck(how: dict[str, Any]) -> None:

@@ -22,11 +22,21 @@ PairWeight = Callable[[int, int], Tensor]  # from (t, i) to a weight for every r
 
 
 def build(kind: str, *, heads: int = HEADS, layer: int = 0, **options: object) -> Attention:
-    """A float64 module with large parameters, so that each of them influences the output."""
+    """A float64 module with large parameters, so that each of them influences the output.
+
+    `head_norms` are norms of queries and keys that the shape asks for.
+    """
     torch.manual_seed(0)
     if options.get("initial_state") == "learned":
         options["rank"] = 3
-    shape = LayerShape(width=8 * heads, heads=heads, key_heads=heads, head_dim=8, layer=layer)
+    shape = LayerShape(
+        width=8 * heads,
+        heads=heads,
+        key_heads=heads,
+        head_dim=8,
+        layer=layer,
+        qk_norm="head" if options.pop("head_norms", False) else "none",
+    )
     attention = attention_config(kind)(**options).build(shape).double()
     with torch.no_grad():
         for parameter in attention.parameters():

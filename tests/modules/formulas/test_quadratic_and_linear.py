@@ -83,6 +83,31 @@ def test_fox_is_a_softmax_of_scores_plus_the_log_gates_between(gate_init: str) -
     assert_forward(attention, x, mix(softmax_rows(logits), v))
 
 
+def test_the_pro_form_of_fox_shifts_keys_and_values_before_their_norm() -> None:
+    parts = {"output_norm": "rms", "output_gate": "sigmoid"}
+    attention, x = build("fox", shift=True, head_norms=True, **parts), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    shifts = attention.key_shift, attention.value_shift
+    shares = [sigmoid(x @ one.weight.mT)[..., None] for one in shifts]
+    k, v = (
+        torch.stack(
+            [a[:, t] * (one[:, t - 1] if t else 0) + (1 - a[:, t]) * one[:, t] for t in range(T)],
+            dim=1,
+        )
+        for one, a in zip((k, v), shares, strict=True)
+    )
+    q, k = (rms(one) * norm.weight for one, norm in ((q, attention.q_norm), (k, attention.k_norm)))
+    f = sigmoid(x @ attention.gate.weight.mT)
+    logits = matrix(lambda t, i: dot(q[:, t], k[:, i]) / 8**0.5 + product(f, t, i).log())
+    mixed = rms(mix(softmax_rows(logits), v)) * attention.output_norm.weight
+    gate = sigmoid(x @ attention.output_gate.weight.mT).unflatten(2, (HEADS, 8))
+    assert_forward(attention, x, mixed * gate)
+
+
+def rms(one: Tensor) -> Tensor:
+    return one / (one.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
 def test_a_sliding_window_leaves_out_what_is_further_away() -> None:
     attention, x = build("sliding_window", window=5), tokens()
     q, k, v = projections(x, attention.qkv.weight)

@@ -104,7 +104,10 @@ def delta(kind: str, attention: Any, x: Tensor, *, strongest: float = 1.0) -> Te
         log_g = -attention.time_step.A_log.exp() * softplus(f)
     if kind == "kimi_delta":
         f = low_rank(attention.decay, x) + attention.time_step.dt_bias
-        log_g = -attention.time_step.A_log.exp()[:, None] * softplus(heads(f, H))
+        rate, bound = attention.time_step.A_log.exp()[:, None], attention.config.decay_bound
+        log_g = -rate * softplus(heads(f, H))
+        if bound is not None:
+            log_g = -bound / (1 + torch.exp(-rate * heads(f, H)))
     log_g = heads(log_g.flatten(2), H).expand(-1, -1, -1, k.shape[-1])
     y = (rms(recurrence(q, k, v, beta, log_g.exp())) * attention.output_norm.weight).flatten(2)
     if kind == "kimi_delta":
@@ -147,6 +150,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gated_deltanet", {"negative_eigenvalues": True}),
     ("gated_deltanet", {"groups": 1, "key_dim": 5, "value_dim": 3}),
     ("kimi_delta", {}),
+    ("kimi_delta", {"decay_bound": 2.5}),
     ("gated_linear", {}),
     ("power_delta", {"longest_document": 64}),
     ("power_delta", {"longest_document": 64, "chunk_size": 4}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from longhaul.modules.attention import attention_config
+from longhaul.modules.attention import LayerShape, attention_config
 from longhaul.modules.attention.parts.time_step import TimeStep
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.roles import parameter_roles
@@ -33,6 +33,18 @@ def assert_in_range(model: nn.Module, kind: str, error: float = 1e-6) -> None:
             # Not all the same, and not near one end alone.
             assert value.max() - value.min() > 0.5 * min(most - least, 2)
     assert not torch.equal(parts[0].dt_bias, parts[1].dt_bias)
+
+
+def test_the_rates_of_a_bounded_decay_begin_at_1() -> None:
+    shape = LayerShape(width=8, heads=2, key_heads=2, head_dim=4)
+    part = attention_config("kimi_delta")(decay_bound=5.0).build(shape).time_step
+    torch.testing.assert_close(part.A_log, torch.zeros(2), rtol=0, atol=0)
+    log_g = part(torch.zeros(1, 1, 8))[1]
+    assert (
+        log_g <= 5 * math.expm1(-1e-3) * 0.999
+    ).all()  # sigmoid(dt_bias) is 1 - e^(-dt) for a step dt
+    assert (log_g >= -5 * 0.1).all()
+    assert (part(torch.full((1, 1, 8), 1e4))[1] == -5).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

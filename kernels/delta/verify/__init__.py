@@ -1,0 +1,1 @@
+"""What is checked and timed of the delta rule."""
