@@ -45,10 +45,7 @@ class LanguageModelConfig:
     """Width of a head, an even number, 2 or more; null: width / heads."""
 
     qk_norm: Literal["none", "head", "full"] = "none"
-    """none | head (RMS norm of each query and key head) | full (all together); before rotation.
-
-    Kinds of the delta rule have none, since their queries and keys are of length 1.
-    """
+    """none | head (RMS norm of each query and key head) | full; not in kinds of the delta rule."""
 
     learned_positions: int | None = None
     """Positions with a learned vector each, added to the embedding, the longest text; or null."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
 from longhaul.modules.attention import Attention, AttentionConfig, LayerShape
 from longhaul.modules.attention.recurrent.gated_deltanet import GatedDeltaNetConfig
+from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import BIAS_PLACES, LanguageModelConfig
 from longhaul.pipeline.architectures.layers import Layers, in_config
@@ -241,7 +242,7 @@ class Architecture:
         """
         modules = {theirs: Place(own) for theirs, own in self.modules.items()}
         for layer in range(model.config.layers):
-            attention = model.blocks[layer].attention
+            attention = cast(Block, model.blocks[layer]).attention
             of_kind = self.kind_modules.get(attention.config.kind, {})
             for theirs, own in {**self.layer_modules, **of_kind}.items():
                 place = Place(own) if isinstance(own, str) else Place(own[0], own[1](attention))
