@@ -2,7 +2,6 @@
 
 import argparse
 
-from longhaul.configs.run_folders import named_run
 from longhaul.pipeline.system.atomic_folder import new_or_empty_folder
 
 
@@ -20,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from longhaul.configs.run_folders import named_run
+
     if args.last is not None and args.last < 2:
         raise ValueError(f"--last: found {args.last}, wanted 2 or more")
     named_run(args.run)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhaul.configs.run_folders import named_run
 from longhaul.pipeline.arguments import add_model_arguments, named_model, parse_contexts
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.task import Option
@@ -73,6 +72,8 @@ def _is_of_a_sweep(folder: Path) -> bool:
 
 
 def main(args: argparse.Namespace) -> int:
+    from longhaul.configs.run_folders import named_run
+
     names = args.tasks.split(",")
     check_tasks(names, "--tasks")
     options = task_options(args, names)

@@ -4,7 +4,6 @@ import argparse
 import json
 from pathlib import Path
 
-from longhaul.configs.run_folders import named_run
 from longhaul.pipeline.system.atomic_folder import new_or_empty_folder
 
 
@@ -24,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from longhaul.configs.run_folders import named_run
+
     named_run(args.run)
     new_or_empty_folder(args.destination)
     # After the paths are checked, since this import takes seconds.

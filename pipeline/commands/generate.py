@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from longhaul.configs.run_folders import named_run
 from longhaul.pipeline.arguments import add_model_arguments, named_model
 
 
@@ -61,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from longhaul.configs.run_folders import named_run
     from longhaul.pipeline.generation.options import GenerationOptions
 
     options = GenerationOptions(

@@ -65,16 +65,20 @@ def backward(
         if dq is None and q is not None:
             dq = torch.zeros_like(dk)
         G = k.shape[2]
-        dk, dq = (x if x is None else x.unflatten(2, (G, -1)).sum(dim=3) for x in (dk, dq))
-        assert dk is not None
         return Gradients(
-            dk,
+            _of_key_heads(dk, G),
             dv,
-            dq,
+            None if dq is None else _of_key_heads(dq, G),
             dbeta,
             None if inputs.log_g is None else dlog_g,
             None if state is None else dinitial,
         )
+
+
+def _of_key_heads(x: Tensor, G: int) -> Tensor:
+    """(B, T, H, K) of heads of values, summed over those that share a key head."""
+    summed: Tensor = x.unflatten(2, (G, -1)).sum(dim=3)
+    return summed
 
 
 def _prepared(call: DeltaCall, inputs: Inputs) -> tuple[Inputs, Shapes, Chunks]:

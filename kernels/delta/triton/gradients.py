@@ -33,12 +33,11 @@ def token_gradients(
 ) -> Gradients:  # fmt: skip
     """Gradients of k, v, q, beta and log_g, where queries and keys have one for each value head."""
     B, T, H, V = v.shape
-    float32 = {"dtype": torch.float32}
-    dk = k.new_empty(B, T, H, shapes.K, **float32)
+    dk = k.new_empty(B, T, H, shapes.K, dtype=torch.float32)
     dq = None if dout is None else torch.empty_like(dk)
-    dv = v.new_empty(v.shape, **float32)
-    dbeta = None if beta is None else k.new_empty(B, T, H, **float32)
-    dg = torch.empty_like(log_g, **float32)
+    dv = torch.empty_like(v, dtype=torch.float32)
+    dbeta = None if beta is None else torch.empty_like(beta, dtype=torch.float32)
+    dg = torch.empty_like(log_g, dtype=torch.float32)
     given = (k if x is None else x for x in (q, beta, dout, prepared.p, prepared.u, prepared.w))
     _delta_gradients_kernel[(chunks.num, H)](
         k, v, log_g, *given, walked.states, walked.new, back.dstates, back.dnew,
