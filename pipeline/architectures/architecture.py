@@ -1,6 +1,7 @@
 """What a table of an architecture says, and how it is read."""
 
 import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,6 +146,10 @@ class Architecture:
     joined: tuple[str, ...] = ()
     """Modules of a block whose rows follow one another, which files may cut at other rows."""
 
+    cut: Mapping[str, Callable[[Attention], Mapping[str, Rows]]] = field(default_factory=dict)
+    """Modules of a block that hold several of `layer_modules`, by what follows the name of the
+    whole: its rows of each. Such an architecture is read and not written."""
+
     transposed: tuple[str, ...] = ()
     """Modules of a block, by their names, whose weights are (inputs, outputs)."""
 
@@ -277,6 +282,7 @@ class Architecture:
         Raises:
             ValueError: naming a tensor that is missing, unknown or of another shape.
         """
+        found, read = self._taken_apart(model, found, read)
         places, named = self.tensors(model), dict[str, str]()
         for name in found:
             if not re.search(self.ignored_tensors, name):
@@ -319,6 +325,42 @@ class Architecture:
                 begins = (begin for begin, _ in place.rows)
                 rows += zip(begins, tensor.split(place.lengths(len(ours[own]))), strict=True)
             yield own, torch.cat([part for _, part in sorted(rows, key=itemgetter(0))])
+
+    def _taken_apart(
+        self,
+        model: LanguageModel,
+        found: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Tensor],
+    ) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Tensor]]:
+        """The tensors of a folder, each part of those in `cut` as one of its own."""
+        shapes, sources = dict(found), dict[str, tuple[str, Rows]]()
+        for layer, theirs, kind in itertools.product(
+            range(model.config.layers), self.cut, ("weight", "bias")
+        ):
+            module = f"{self.layer.format(layer)}.{theirs}"
+            if (shape := shapes.pop(whole := f"{module}.{kind}", None)) is None:
+                continue
+            parts = self.cut[theirs](cast(Block, model.blocks[layer]).attention)
+            lengths = {
+                name: sum(Place(name, rows).lengths(*shape[:1])) for name, rows in parts.items()
+            }
+            if shape[0] != sum(lengths.values()):
+                raise ValueError(
+                    f"{whole}: found shape {shape}, wanted {sum(lengths.values())} rows as in "
+                    "config.json"
+                )
+            for name, rows in parts.items():
+                sources[part := f"{module}.{name}.{kind}"] = whole, rows
+                shapes[part] = (lengths[name], *shape[1:])
+
+        def read_part(name: str) -> Tensor:
+            if name not in sources:
+                return read(name)
+            whole, rows = sources[name]
+            tensor = read(whole)
+            return torch.cat([tensor[begin:end] for begin, end in rows])
+
+        return shapes, read_part
 
     def _as_cut(
         self,

@@ -3,16 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
-from pydantic import Field as Bounds
-
-from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
+from longhaul.datamodules.files.untrusted import checked_value, shown
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.attention.recurrent.gated_deltanet import GatedDeltaNetConfig
 from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.pipeline.architectures.architecture import Field, Fixed
-from longhaul.pipeline.architectures.layers import FULL, Layers, Options
+from longhaul.pipeline.architectures.layers import FULL, Layers, Options, Taps, size_in
 from longhaul.pipeline.architectures.llama import (
     ATTENTION,
     MLP,
@@ -27,7 +25,6 @@ from longhaul.pipeline.architectures.llama import (
 )
 
 _LINEAR = "linear_attention"
-_Taps = Annotated[int, Bounds(ge=2)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +42,25 @@ class GatedDeltaNetLayers(Layers):
                 f"num_key_value_heads: found {shape.key_heads}, wanted {shape.heads}, the heads of "
                 "layers that share no keys"
             )
-        heads = _size(content, "linear_num_value_heads", shape.heads)
+        heads = size_in(content, "linear_num_value_heads", shape.heads)
         if heads != shape.heads:
             raise ValueError(
                 f"linear_num_value_heads: found {heads}, wanted {shape.heads} as in the layers of "
                 "softmax attention"
             )
-        groups = _size(content, "linear_num_key_heads", shape.heads)
+        groups = size_in(content, "linear_num_key_heads", shape.heads)
         if heads % groups:
             raise ValueError(
                 f"linear_num_key_heads: found {groups}, wanted a divisor of {heads} heads"
             )
-        K = _size(content, "linear_key_head_dim", max(1, 3 * sizes.width // (4 * groups)))
+        K = size_in(content, "linear_key_head_dim", max(1, 3 * sizes.width // (4 * groups)))
         name = "linear_allow_neg_eigval"
         linear = {
             "kind": "gated_deltanet",
             "groups": groups,
             "key_dim": K,
-            "value_dim": _size(content, "linear_value_head_dim", 2 * K),
-            "short_convolution": _size(content, "linear_conv_kernel_dim", 4, _Taps),
+            "value_dim": size_in(content, "linear_value_head_dim", 2 * K),
+            "short_convolution": size_in(content, "linear_conv_kernel_dim", 4, Taps),
             "negative_eigenvalues": checked_value(bool, content.pop(name, True), name),
         }
         full = super().read(content, sizes, context)
@@ -109,13 +106,6 @@ class GatedDeltaNetLayers(Layers):
             if one not in types:
                 raise ValueError(f"layer_types: found no {one}, wanted some, as in transformers")
         return types
-
-
-def _size(content: dict[str, Any], name: str, absent: int, hint: Any = Positive) -> int:
-    """A size, that of a file which has none or null if it is absent."""
-    value = content.pop(name, None)
-    found: int = checked_value(hint, absent if value is None else value, name)
-    return found
 
 
 OLMO_HYBRID = dataclasses.replace(

@@ -17,6 +17,9 @@ Options = dict[str, Any]
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
+Taps = Annotated[int, Field(ge=2)]
+"""The width of a short convolution, in tokens."""
+
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _SCALINGS = {
     "default" if kind == "none" else kind: names for kind, names in ROTARY_SCALINGS.items()
@@ -275,3 +278,10 @@ def in_config(layers: Sequence[Options]) -> tuple[Options, dict[str, Options]]:
 def _bool(content: dict[str, Any], name: str, absent: bool) -> bool:
     value: bool = checked_value(bool, content.pop(name, absent), name)
     return value
+
+
+def size_in(content: dict[str, Any], name: str, absent: int, hint: Any = Positive) -> int:
+    """A size, that of a file which has none or null if it is absent."""
+    value = content.pop(name, None)
+    found: int = checked_value(hint, absent if value is None else value, name)
+    return found

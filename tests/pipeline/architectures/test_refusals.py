@@ -62,6 +62,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("OlmoHybrid", {"layer_types": ["sliding_attention"] * 3}, "layer_types: found 'sliding_atte"),
     ("OlmoHybrid", {"attention_bias": True}, "attention_bias: found True, wanted False"),
     ("OlmoHybrid", {"hidden_act": "gelu"}, "hidden_act: found 'gelu', wanted one of silu"),
+    ("Mamba2", {"expand": 3}, "expand: found 3, wanted 2, the width of all heads over hidden_siz"),
+    ("Mamba2", {"n_groups": 3}, "n_groups: found 3, wanted a divisor of 8 heads"),
+    ("Mamba2", {"use_bias": True}, "use_bias: found True, wanted False"),
+    ("Mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit: found \\[0.0, 0.1\\], wanted"),
     ("GPTNeoX", {"hidden_size": 33}, "model.width: found 33, wanted a multiple of 2 x model.heads"),
 ]  # fmt: skip
 
@@ -92,6 +96,8 @@ HARMLESS = {
     *("max_position_embeddings", "model_type"),
     *("linear_a_log_min", "linear_a_log_max"),
     *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),
+    *("rescale_prenorm_residual", "chunk_size", "residual_in_fp32"),
 }
 
 
