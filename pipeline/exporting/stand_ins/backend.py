@@ -23,10 +23,6 @@ def uses_triton(backend: str, device: torch.device, why_not: str | None) -> bool
     return False
 
 
-def triton_unless(op: str, backend: str, reason: str | None) -> Literal["torch", "triton"]:
-    return "torch"
-
-
 def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
     if backend == "reference":
         return "reference"
