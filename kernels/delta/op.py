@@ -15,7 +15,6 @@ from longhaul.kernels.backend import (
     Backend,
     cannot_run,
     resolve_backend,
-    triton_unless,
     why_dtype_unsupported,
 )
 from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
@@ -27,8 +26,6 @@ from longhaul.kernels.delta.cost import choose_chunk_size
 from longhaul.kernels.delta.fla import delta_rule_fla
 from longhaul.kernels.delta.reference import delta_rule_reference
 from longhaul.kernels.delta.torch import delta_rule_recurrent, step
-
-_OP = "the delta rule"
 
 Form = Literal["auto", "chunked", "recurrent"]
 DeltaBackend = Backend | Literal["fla"]
@@ -124,7 +121,7 @@ def delta_rule(
         return out, after if output_final_state else None
     if cu_seqlens is not None and has_values(cu_seqlens):
         check_offsets(cu_seqlens, T)
-    runs_on = _chunked_backend(backend, resolved, k, chunk_size)
+    runs_on = _chunked_backend(backend, k, chunk_size)
     call = DeltaCall(
         scale=scale,
         chunk_size=chunk_size or choose_chunk_size(T, runs_on),
@@ -194,12 +191,11 @@ def state_alone(
 ) -> Tensor:
     """The final state of `delta_rule` on checked tensors, without reading it for any token."""
     _check_chunk_size(chunk_size)
-    resolved = resolve_backend(backend, k.device)
-    if resolved == "reference":
+    if resolve_backend(backend, k.device) == "reference":
         with torch.autocast(k.device.type, enabled=False):
             # A state does not depend on queries.
             return delta_rule_reference(k, k, v, beta, log_g, state, scale=1.0)[1]
-    runs_on = _chunked_backend(backend, resolved, k, chunk_size)
+    runs_on = _chunked_backend(backend, k, chunk_size)
     call = DeltaCall(
         scale=1.0,
         chunk_size=chunk_size or choose_chunk_size(k.shape[1], runs_on),
@@ -218,18 +214,20 @@ def _check_chunk_size(chunk_size: int | None) -> None:
 
 
 def _chunked_backend(
-    backend: Backend, resolved: str, k: Tensor, chunk_size: int | None
+    backend: Backend, k: Tensor, chunk_size: int | None
 ) -> Literal["torch", "triton"]:
-    """The backend of the chunked form, where `resolved` could run."""
-    if resolved != "triton" or backend == "auto":
-        # The kernel of the gradients spills registers, and no GPU has run it: only by name.
+    """The backend of the chunked form: Triton only by name, as a kernel of it spills registers."""
+    if backend != "triton":
         return "torch"
-    if reason := why_dtype_unsupported(k.dtype):
-        return triton_unless(_OP, backend, reason)
-    # Triton takes long to import, and may not be installed.
-    from longhaul.kernels.delta import triton
+    reason = why_dtype_unsupported(k.dtype)
+    if reason is None:
+        # Triton takes long to import, and may not be installed.
+        from longhaul.kernels.delta import triton
 
-    return triton_unless(_OP, backend, triton.why_not(k.shape[3], chunk_size))
+        reason = triton.why_not(k.shape[3], chunk_size)
+    if reason is not None:
+        raise cannot_run(backend, reason)
+    return "triton"
 
 
 def _per_document(
