@@ -72,8 +72,13 @@ def own_backend(device: torch.device) -> Literal["torch", "triton"]:
     return "triton" if device.type == "cuda" else "torch"
 
 
-def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
-    """The backend that will run. A backend chosen by name that cannot run raises ValueError."""
+def resolve_backend(
+    backend: str, device: torch.device, *others: str
+) -> Literal["reference", "torch", "triton"]:
+    """The backend that will run. A backend chosen by name that cannot run raises ValueError.
+
+    `others` are the names that the caller takes beside these.
+    """
     if backend == "reference":
         return "reference"
     if backend == "torch":
@@ -84,7 +89,7 @@ def resolve_backend(backend: str, device: torch.device) -> Literal["reference", 
         return "triton"
     if backend != "auto":
         raise ValueError(
-            f"backend: found {backend!r}, wanted one of {', '.join(get_args(Backend))}"
+            f"backend: found {backend!r}, wanted one of {', '.join((*get_args(Backend), *others))}"
         )
     if _is_triton_assumed:
         return "triton"

@@ -59,14 +59,14 @@ class Block(nn.Module):
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
 
     Most models have only the inner norms, OLMo-2 only the outer ones, and Gemma both. A parallel
-    block, as in GPT-NeoX, adds what attention and MLP make of one x.
+    block, as in GPT-NeoX, adds what attention and MLP make of one x. That of Mamba has no MLP.
     """
 
     def __init__(
         self,
         *,
         attention: Attention,
-        mlp: MLP,
+        mlp: MLP | None,
         attention_norm: nn.Module,
         mlp_norm: nn.Module,
         attention_post_norm: nn.Module,
@@ -105,7 +105,8 @@ class Block(nn.Module):
 
     def projection_flops(self) -> int:
         """Forward FLOPs per token of all products with weights."""
-        return self.attention.projection_flops() + self.mlp.flops_per_token()
+        mlp = 0 if self.mlp is None else self.mlp.flops_per_token()
+        return self.attention.projection_flops() + mlp
 
     def _add(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T D"]
@@ -113,5 +114,7 @@ class Block(nn.Module):
         """The residual stream after the output of the attention and that of the MLP."""
         mixed = self.attention_post_norm(mixed)
         y = x + mixed
+        if self.mlp is None:
+            return y
         added = self.mlp(self.mlp_norm(x if self.is_parallel else y))
         return y + self.mlp_post_norm(added)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_type_hints
 from torch import nn
 
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
-from longhaul.modules.block import MLP, Block
+from longhaul.modules.block import MLP, Block, MLPKind
 from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.norms import RMSNorm
 
@@ -45,7 +45,7 @@ class LanguageModelConfig:
     """Width of a head, an even number, 2 or more; null: width / heads."""
 
     qk_norm: Literal["none", "head", "full"] = "none"
-    """none | head (RMS norm of each query and key head, before rotation) | full (all together)."""
+    """none | head (RMS norm of each query and key head) | full; not in kinds of the delta rule."""
 
     learned_positions: int | None = None
     """Positions with a learned vector each, added to the embedding, the longest text; or null."""
@@ -71,11 +71,11 @@ class LanguageModelConfig:
     norm_eps: float = 1e-5
     """Added to the variance or mean square in these norms, more than 0."""
 
-    norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """pre | post (OLMo-2) | sandwich (both: Gemma): norms before or after attention and MLP."""
+    norm_order: Literal["pre", "post", "sandwich", "hybrid"] = "pre"
+    """pre | post (OLMo-2) | sandwich (both) | hybrid (quadratic layers post, others pre)."""
 
-    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu", "geglu"] = "gelu"
-    """gelu (by tanh) | gelu_erf | relu2 | swiglu | geglu (by tanh): the last two have a gate."""
+    mlp: Literal["gelu", "gelu_erf", "relu2", "swiglu", "geglu", "none"] = "gelu"
+    """gelu (by tanh) | gelu_erf | relu2 | swiglu | geglu (by tanh), two with a gate | none."""
 
     mlp_width: int | None = None
     """Hidden width F of the MLP, 1 or more; null: 4 x width. Gated, 8/3 x width is as large."""
@@ -176,21 +176,23 @@ class LanguageModelConfig:
 
     def build_block(self, layer: int) -> Block:
         """The block of a layer, counted from 0."""
-        before, after = self.norm_order != "post", self.norm_order != "pre"
+        attention, order = self.attention_of(layer), self.norm_order
+        if order == "hybrid":
+            order = "post" if attention.cost == "quadratic" else "pre"
+        before, after = order != "post", order != "pre"
         return Block(
-            attention=self.attention_of(layer).build(self.shape_of(layer)),
-            mlp=MLP(
-                self.width,
-                4 * self.width if self.mlp_width is None else self.mlp_width,
-                kind=self.mlp,
-                biases=self.has_biases("mlp"),
-            ),
+            attention=attention.build(self.shape_of(layer)),
+            mlp=None if self.mlp == "none" else self._build_mlp(self.mlp),
             attention_norm=self.build_norm(before),
-            mlp_norm=self.build_norm(before),
+            mlp_norm=self.build_norm(before and self.mlp != "none"),
             attention_post_norm=self.build_norm(after),
-            mlp_post_norm=self.build_norm(after),
+            mlp_post_norm=self.build_norm(after and self.mlp != "none"),
             parallel=self.parallel_residual,
         )
+
+    def _build_mlp(self, kind: MLPKind) -> MLP:
+        width = 4 * self.width if self.mlp_width is None else self.mlp_width
+        return MLP(self.width, width, kind=kind, biases=self.has_biases("mlp"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LanguageModelConfig":

@@ -25,6 +25,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 _STATE = tempfile.TemporaryDirectory(prefix="longhaul-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
+# transformers copies the code of exports here to import it. Two processes that fill one folder race
+# for it, and a test that turned to another in between would leave the imported package behind.
+_CODE = tempfile.TemporaryDirectory(prefix="longhaul-code-")
+os.environ["HF_MODULES_CACHE"] = _CODE.name
+
 # Shapes are checked at every call. Where there are none, mypy has checked the types, and a check
 # takes many times as long as the small functions of which one call of an op has hundreds.
 _SHAPE = re.compile(r"\b(Bool|Complex|Float|Int|Shaped)\d*\[")

@@ -109,7 +109,7 @@ def delta_rule(
             cu_seqlens=cu_seqlens,
         )
         return results
-    resolved = resolve_backend(backend, q.device)
+    resolved = resolve_backend(backend, q.device, "fla")
     if resolved == "reference" or form == "recurrent":
         one = delta_rule_reference if resolved == "reference" else delta_rule_recurrent
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)

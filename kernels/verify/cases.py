@@ -103,6 +103,7 @@ def check(case: Case, device: torch.device, backend: str) -> list[dict[str, Any]
                 record["does_not_fit"] = str(error)[:500]
             else:
                 record["faults"] = [f"{type(error).__name__}: {error}"[:500]]
+                record["raised"] = True
             if device.type == "cuda":
                 torch.cuda.synchronize()
         record["seconds"] = round(time.monotonic() - started, 2)

@@ -1,6 +1,7 @@
 """What a table of an architecture says, and how it is read."""
 
 import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
-from longhaul.modules.attention import LayerShape
-from longhaul.modules.attention.softmax import SoftmaxConfig
+from longhaul.modules.attention import Attention, AttentionConfig, LayerShape
+from longhaul.modules.attention.recurrent.gated_deltanet import GatedDeltaNetConfig
+from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import BIAS_PLACES, LanguageModelConfig
 from longhaul.pipeline.architectures.layers import Layers, in_config
@@ -96,7 +98,7 @@ class Place(NamedTuple):
         return shape[::-1] if self.is_transposed else shape
 
 
-Modules = Mapping[str, str | tuple[str, Callable[[LayerShape], Rows]]]
+Modules = Mapping[str, str | tuple[str, Callable[[Attention], Rows]]]
 """Modules of a block, by their names: ours, and our rows in their order if not all of them."""
 
 
@@ -136,6 +138,17 @@ class Architecture:
     """The prefix of a block's modules, with {} for its number."""
 
     layer_modules: Modules
+    """Those of every block."""
+
+    kind_modules: Mapping[str, Modules] = field(default_factory=dict)
+    """Those of the blocks of a kind of attention, by its name."""
+
+    joined: tuple[str, ...] = ()
+    """Modules of a block whose rows follow one another, which files may cut at other rows."""
+
+    cut: Mapping[str, Callable[[Attention], Mapping[str, Rows]]] = field(default_factory=dict)
+    """Modules of a block that hold several of `layer_modules`, by what follows the name of the
+    whole: its rows of each. Such an architecture is read and not written."""
 
     transposed: tuple[str, ...] = ()
     """Modules of a block, by their names, whose weights are (inputs, outputs)."""
@@ -144,7 +157,7 @@ class Architecture:
     """What some files leave out in front of the names of tensors."""
 
     old_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tensors: the present ones."""
+    """Patterns of parts of other names of tensors: what the present ones have there."""
 
     ignored_tensors: str = r"(?!)"
     """A pattern of names of tensors that hold no weights."""
@@ -155,10 +168,12 @@ class Architecture:
         Raises:
             ValueError: naming the option whose value this architecture cannot express.
         """
-        layers = [model.attention_of(layer) for layer in range(model.layers)]
-        for one in layers:
-            if not isinstance(one, SoftmaxConfig):
-                raise ValueError(f"attention.kind: found {one.kind}, wanted softmax in {self.name}")
+        for one in (model.attention_of(layer) for layer in range(model.layers)):
+            if one.kind not in self.layers.kinds:
+                wanted = " or ".join(self.layers.kinds)
+                raise ValueError(
+                    f"attention.kind: found {one.kind}, wanted {wanted} in {self.name}"
+                )
         model = canonical(model)
         found: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.name]}
         for field_ in self.fields:
@@ -170,7 +185,8 @@ class Architecture:
                 found[field_.name] = 0.0
             else:
                 found[field_.name] = set(field_.places) <= set(cast(list[str], model.biases))
-        found |= self.layers.write(cast(list[SoftmaxConfig], layers), model.shape_of(0).head_dim)
+        layers = [model.attention_of(layer) for layer in range(model.layers)]
+        found |= self.layers.write(layers, model)
         again = canonical(self.model_of(found))
         for layer, attention in enumerate(layers):
             self._compare("attention.", attention, again.attention_of(layer))
@@ -214,7 +230,7 @@ class Architecture:
             values["embedding_scale"] = sizes.width**0.5
         name = "max_position_embeddings"
         context = checked_value(Positive, content.get(name, self.context), name)
-        layers = self.layers.read(left, sizes.layers, sizes.shape_of(0).head_dim, context)
+        layers = self.layers.read(left, sizes, context)
         values["attention"], values["layer_attention"] = in_config(layers)
         for name in sorted(left):
             raise ValueError(
@@ -231,19 +247,20 @@ class Architecture:
         """
         modules = {theirs: Place(own) for theirs, own in self.modules.items()}
         for layer in range(model.config.layers):
-            shape = model.config.shape_of(layer)
-            for theirs, own in self.layer_modules.items():
-                place = Place(own) if isinstance(own, str) else Place(own[0], own[1](shape))
+            attention = cast(Block, model.blocks[layer]).attention
+            of_kind = self.kind_modules.get(attention.config.kind, {})
+            for theirs, own in {**self.layer_modules, **of_kind}.items():
+                place = Place(own) if isinstance(own, str) else Place(own[0], own[1](attention))
                 name = f"blocks.{layer}.{place.name}"
                 is_transposed = theirs in self.transposed
                 place = place._replace(name=name, is_transposed=is_transposed)
                 modules[f"{self.layer.format(layer)}.{theirs}"] = place
         ours = model.state_dict()
         found = {
-            f"{theirs}.{kind}": Place(name, place.rows, place.is_transposed and kind == "weight")
+            f"{theirs}{kind}": Place(name, place.rows, place.is_transposed and kind == ".weight")
             for theirs, place in modules.items()
-            for kind in ("weight", "bias")
-            if (name := f"{place.name}.{kind}") in ours
+            for kind in (".weight", ".bias", "")  # a parameter of the attention itself
+            if (name := f"{place.name}{kind}") in ours
         }
         for name in sorted(ours.keys() - {place.name for place in found.values()}):
             raise ValueError(f"{name}: found a tensor that {self.name} does not have")
@@ -265,10 +282,13 @@ class Architecture:
         Raises:
             ValueError: naming a tensor that is missing, unknown or of another shape.
         """
+        found, read = self._taken_apart(model, found, read)
         places, named = self.tensors(model), dict[str, str]()
         for name in found:
             if not re.search(self.ignored_tensors, name):
-                now = self.old_tensors.get(name, name)
+                now = name
+                for old, new in self.old_tensors.items():
+                    now = re.sub(old, new, now)
                 whole = f"{self.old_prefix}{now}"
                 now = whole if whole in places else now
                 if now in named:
@@ -285,6 +305,7 @@ class Architecture:
                     f"{named[name]}: found an unknown tensor of {self.name}, wanted none"
                 )
         ours, parts = model.state_dict(), defaultdict[str, list[tuple[str, Place]]](list)
+        places = self._as_cut(places, {name: found[one] for name, one in named.items()}, ours)
         for name, place in places.items():
             shape, wanted = found[named[name]], place.shape(ours[place.name].shape)
             if shape != wanted:
@@ -305,6 +326,58 @@ class Architecture:
                 rows += zip(begins, tensor.split(place.lengths(len(ours[own]))), strict=True)
             yield own, torch.cat([part for _, part in sorted(rows, key=itemgetter(0))])
 
+    def _taken_apart(
+        self,
+        model: LanguageModel,
+        found: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], Tensor],
+    ) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Tensor]]:
+        """The tensors of a folder, each part of those in `cut` as one of its own."""
+        shapes, sources = dict(found), dict[str, tuple[str, Rows]]()
+        for layer, theirs, kind in itertools.product(
+            range(model.config.layers), self.cut, ("weight", "bias")
+        ):
+            module = f"{self.layer.format(layer)}.{theirs}"
+            if (shape := shapes.pop(whole := f"{module}.{kind}", None)) is None:
+                continue
+            parts = self.cut[theirs](cast(Block, model.blocks[layer]).attention)
+            lengths = {
+                name: sum(Place(name, rows).lengths(*shape[:1])) for name, rows in parts.items()
+            }
+            if shape[0] != sum(lengths.values()):
+                raise ValueError(
+                    f"{whole}: found shape {shape}, wanted {sum(lengths.values())} rows as in "
+                    "config.json"
+                )
+            for name, rows in parts.items():
+                sources[part := f"{module}.{name}.{kind}"] = whole, rows
+                shapes[part] = (lengths[name], *shape[1:])
+
+        def read_part(name: str) -> Tensor:
+            if name not in sources:
+                return read(name)
+            whole, rows = sources[name]
+            tensor = read(whole)
+            return torch.cat([tensor[begin:end] for begin, end in rows])
+
+        return shapes, read_part
+
+    def _as_cut(
+        self,
+        places: Mapping[str, Place],
+        shapes: Mapping[str, tuple[int, ...]],
+        ours: Mapping[str, Tensor],
+    ) -> dict[str, Place]:
+        """The places of tensors, those of `joined` as long as they are in the files."""
+        found, ends = dict(places), dict[str, int]()
+        for name, place in places.items():
+            if name.endswith(tuple(f".{one}.weight" for one in self.joined)) and shapes[name]:
+                begin = ends.get(place.name, 0)
+                ends[place.name] = end = begin + shapes[name][0]
+                found[name] = place._replace(rows=((begin, end),))
+        is_whole = all(end == len(ours[name]) for name, end in ends.items())
+        return found if is_whole else dict(places)
+
 
 @functools.cache
 def _hints() -> dict[str, Any]:
@@ -317,6 +390,7 @@ def canonical(model: LanguageModelConfig) -> LanguageModelConfig:
     Layers whose attention is not that of the first one have an entry each.
     """
     shape = model.shape_of(0)
+    layers = [_canonical_layer(model.attention_of(n), shape) for n in range(model.layers)]
     return replace(
         model,
         init="gpt2",
@@ -324,13 +398,17 @@ def canonical(model: LanguageModelConfig) -> LanguageModelConfig:
         head_dim=shape.head_dim,
         mlp_width=4 * model.width if model.mlp_width is None else model.mlp_width,
         biases=[place for place in BIAS_PLACES if model.has_biases(place)],
-        attention=model.attention_of(0),
-        layer_attention={
-            str(layer): model.attention_of(layer)
-            for layer in range(model.layers)
-            if model.attention_of(layer) != model.attention_of(0)
-        },
+        attention=layers[0],
+        layer_attention={str(n): one for n, one in enumerate(layers) if one != layers[0]},
     )
+
+
+def _canonical_layer(attention: AttentionConfig, shape: LayerShape) -> AttentionConfig:
+    if isinstance(attention, GatedDeltaNetConfig):
+        K, V = attention.widths(shape.head_dim)
+        groups = shape.heads if attention.groups is None else attention.groups
+        return replace(attention, key_dim=K, value_dim=V, groups=groups)
+    return attention
 
 
 # Of all architectures: what files tell of their making, of texts, and of outputs beside logits.

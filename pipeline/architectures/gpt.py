@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019) and GPT-NeoX (Black et al., 2022, arXiv:2204.06745)."""
 
-from longhaul.modules.attention import LayerShape
+from longhaul.modules.attention import Attention
 from longhaul.pipeline.architectures.architecture import (
     Architecture,
     Biases,
@@ -68,12 +68,12 @@ GPT2 = Architecture(
 )
 
 
-def by_heads(shape: LayerShape) -> Rows:
+def by_heads(attention: Attention) -> Rows:
     """The rows of q, k and v of one head, then those of the next one; ours: all of q first."""
-    K, D = shape.head_dim, shape.heads * shape.head_dim
+    K, D = attention.head_dim, attention.qkv_widths[0]
     return tuple(
         (part * D + head * K, part * D + (head + 1) * K)
-        for head in range(shape.heads)
+        for head in range(attention.num_heads)
         for part in range(3)
     )
 
@@ -116,6 +116,6 @@ GPT_NEOX = Architecture(
         "mlp.dense_h_to_4h": "mlp.up",
         "mlp.dense_4h_to_h": "mlp.out",
     },
-    old_tensors={"lm_head.weight": "embed_out.weight"},
+    old_tensors={r"^lm_head\.": "embed_out."},
     ignored_tensors=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
 )

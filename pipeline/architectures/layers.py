@@ -2,18 +2,23 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, cast, get_type_hints
 
 from pydantic import Field
 
 from longhaul.datamodules.files.untrusted import Positive, checked_value, shown
+from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.attention.softmax import SoftmaxConfig
+from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import ROTARY_SCALINGS, RotaryScaling
 
 Options = dict[str, Any]
-"""Those of softmax attention in a layer."""
+"""Those of the attention of a layer."""
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
+
+Taps = Annotated[int, Field(ge=2)]
+"""The width of a short convolution, in tokens."""
 
 _Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _SCALINGS = {
@@ -25,6 +30,8 @@ _SCALINGS = {
 @dataclass(frozen=True, kw_only=True)
 class Layers:
     """Which of these fields an architecture has, and what absent ones mean."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("softmax",)
 
     is_rotated: bool = True
     """Whether there are rotary positions, with the fields of them."""
@@ -42,6 +49,8 @@ class Layers:
     types: Callable[[Mapping[str, Any], Sequence[int]], list[str]] | None = None
     """The types without `layer_types`, from the fields and a 0 for each layer without positions;
     None: a window is that of all layers."""
+    has_null_theta: bool = False
+    """Whether null in place of the base means that no layer has positions."""
     has_unrotated: bool = False
     """Whether `no_rope_layers` has a 0 for each layer without positions; absent, every fourth."""
     score_width: int | None = None
@@ -50,14 +59,19 @@ class Layers:
     softcap: float | None = None
 
     def read(
-        self, content: dict[str, Any], count: int, head_dim: int, context: int
+        self, content: dict[str, Any], sizes: LanguageModelConfig, context: int
     ) -> list[Options]:
-        """The options of so many layers; these fields are taken from `content`.
+        """The options of every layer; these fields are taken from `content`.
+
+        Args:
+            content: fields of config.json.
+            sizes: a model of the same sizes.
+            context: the longest, in tokens.
 
         Raises:
             ValueError: naming the field whose value longhaul cannot express.
         """
-        rotated = self._rotated(content, count)
+        rotated = self._rotated(content, sizes.layers)
         windows = self._windows(content, rotated)
         rotations = self._rotations(content, windows, context)
         rotations = [
@@ -68,7 +82,8 @@ class Layers:
         if self.score_width is not None:
             given = content.pop("query_pre_attn_scalar", self.score_width)
             width = checked_value(_Number, given, "query_pre_attn_scalar")
-            shared["scale"] = None if width == head_dim else float(width) ** -0.5
+            usual = sizes.shape_of(0).head_dim
+            shared["scale"] = None if width == usual else float(width) ** -0.5
         if self.has_softcap:
             cap = content.pop("attn_logit_softcapping", self.softcap)
             shared["softcap"] = checked_value(_Number | None, cap, "attn_logit_softcapping")
@@ -78,9 +93,12 @@ class Layers:
             found.append(options | ({} if window is None else {"window": window}))
         return found
 
-    def write(self, layers: Sequence[SoftmaxConfig], head_dim: int) -> dict[str, Any]:
-        """The fields of a model with these layers, as far as they can say it."""
+    def write(
+        self, attentions: Sequence[AttentionConfig], sizes: LanguageModelConfig
+    ) -> dict[str, Any]:
+        """The fields of a model of these sizes with these layers, as far as they can say it."""
         found: dict[str, Any] = {}
+        layers = [cast(SoftmaxConfig, one) for one in attentions]
         types = [FULL if one.window is None else WINDOWED for one in layers]
         windows = [one.window for one in layers if one.window is not None]
         if self.has_window:
@@ -100,7 +118,7 @@ class Layers:
             found |= {"rope_parameters": rope, **self._old_rope(rope)}
         first = layers[0]
         if self.score_width is not None:
-            width = head_dim if first.scale is None else first.scale**-2
+            width = sizes.shape_of(0).head_dim if first.scale is None else first.scale**-2
             found["query_pre_attn_scalar"] = (
                 round(width) if abs(width - round(width)) < 1e-6 else width
             )
@@ -156,6 +174,8 @@ class Layers:
         local = content.pop("rope_local_base_freq", None) if self.local_theta else None
         if self.local_theta is None:
             found = given["rope_scaling"] or given["rope_parameters"]
+            if self.has_null_theta and (outer | found).get("rope_theta", self.theta) is None:
+                return [{"rotary": "none"}] * len(windows)
             rotation = self._rotation(outer | found, "rope_parameters", self.theta, context)
             rotations = [rotation] * len(windows)
         else:
@@ -219,7 +239,9 @@ class Layers:
     def _rope_of(self, layer: SoftmaxConfig) -> dict[str, Any]:
         scaling = layer.rotary_scaling
         kind = "default" if scaling.rope_type == "none" else scaling.rope_type
-        found = {"rope_type": kind, "rope_theta": layer.rotary_base}
+        if self.has_null_theta and layer.rotary == "none":
+            return {"rope_type": "default", "rope_theta": None}
+        found: dict[str, Any] = {"rope_type": kind, "rope_theta": layer.rotary_base}
         if self.share is not None:
             found["partial_rotary_factor"] = layer.rotary_share
         values = {name: getattr(scaling, name) for name in _SCALINGS[kind]}
@@ -256,3 +278,10 @@ def in_config(layers: Sequence[Options]) -> tuple[Options, dict[str, Options]]:
 def _bool(content: dict[str, Any], name: str, absent: bool) -> bool:
     value: bool = checked_value(bool, content.pop(name, absent), name)
     return value
+
+
+def size_in(content: dict[str, Any], name: str, absent: int, hint: Any = Positive) -> int:
+    """A size, that of a file which has none or null if it is absent."""
+    value = content.pop(name, None)
+    found: int = checked_value(hint, absent if value is None else value, name)
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longhaul.datamodules.files.untrusted import Count, Positive, checked_value
-from longhaul.modules.attention import LayerShape
+from longhaul.modules.attention import Attention
 from longhaul.pipeline.architectures.architecture import (
     Architecture,
     Biases,
@@ -19,32 +19,31 @@ from longhaul.pipeline.architectures.gpt import GELUS
 from longhaul.pipeline.architectures.layers import FULL, WINDOWED, Layers
 
 
-def queries(shape: LayerShape) -> Rows:
-    return ((0, shape.heads * shape.head_dim),)
+def queries(attention: Attention) -> Rows:
+    return ((0, attention.qkv_widths[0]),)
 
 
-def keys(shape: LayerShape) -> Rows:
-    begin = shape.heads * shape.head_dim
-    return ((begin, begin + shape.key_heads * shape.head_dim),)
+def keys(attention: Attention) -> Rows:
+    return ((attention.qkv_widths[0], sum(attention.qkv_widths[:2])),)
 
 
-def values(shape: LayerShape) -> Rows:
-    return (((shape.heads + shape.key_heads) * shape.head_dim, None),)
+def values(attention: Attention) -> Rows:
+    return ((sum(attention.qkv_widths[:2]), None),)
 
 
-_ATTENTION: Modules = {
+ATTENTION: Modules = {
     "self_attn.q_proj": ("attention.qkv", queries),
     "self_attn.k_proj": ("attention.qkv", keys),
     "self_attn.v_proj": ("attention.qkv", values),
     "self_attn.o_proj": "attention.out",
 }
-_QK_NORM: Modules = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-_MLP: Modules = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.out"}
-_NORMS_BEFORE: Modules = {
+QK_NORM: Modules = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+MLP: Modules = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.out"}
+NORMS_BEFORE: Modules = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
 }
-_NORMS_AFTER: Modules = {
+NORMS_AFTER: Modules = {
     "post_attention_layernorm": "attention_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
@@ -57,7 +56,7 @@ _NORMS_AROUND: Modules = {
 _CONSTANTS = {"norm": "rms"}
 
 
-def _fields(
+def fields_of(
     vocabulary: int,
     width: int,
     mlp_width: int,
@@ -82,15 +81,15 @@ def _fields(
     )
 
 
-_SILU = Field("hidden_act", "silu", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"})
+SILU = Field("hidden_act", "silu", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"})
 _ATTENTION_BIAS = Biases("attention_bias", False, ("qkv", "out"))
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     fields=(
-        *_fields(32000, 4096, 11008, 32, 32, None),
-        _SILU,
+        *fields_of(32000, 4096, 11008, 32, 32, None),
+        SILU,
         Field("head_dim", None, "head_dim"),
         _ATTENTION_BIAS,
         Biases("mlp_bias", False, ("mlp",)),
@@ -106,7 +105,7 @@ LLAMA = Architecture(
         "lm_head": "lm_head",
     },
     layer="model.layers.{}",
-    layer_modules={**_ATTENTION, **_MLP, **_NORMS_BEFORE},
+    layer_modules={**ATTENTION, **MLP, **NORMS_BEFORE},
     ignored_tensors=r"\.rotary_emb\.inv_freq$",
 )
 
@@ -142,8 +141,8 @@ QWEN2 = dataclasses.replace(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
     fields=(
-        *_fields(151936, 4096, 22016, 32, 32, 32),
-        _SILU,
+        *fields_of(151936, 4096, 22016, 32, 32, 32),
+        SILU,
         Fixed("use_mrope", None, None, (False,)),
     ),
     biases=("qkv",),
@@ -159,17 +158,17 @@ QWEN3 = dataclasses.replace(
     fields=(*QWEN2.fields, Field("head_dim", 128, "head_dim"), _ATTENTION_BIAS),
     constants={**_CONSTANTS, "qk_norm": "head"},
     biases=(),
-    layer_modules={**LLAMA.layer_modules, **_QK_NORM},
+    layer_modules={**LLAMA.layer_modules, **QK_NORM},
 )
 
 OLMO2 = dataclasses.replace(
     LLAMA,
     name="Olmo2ForCausalLM",
     model_type="olmo2",
-    fields=(*_fields(50304, 4096, 11008, 32, 32, None, eps=1e-5), _SILU, _ATTENTION_BIAS),
+    fields=(*fields_of(50304, 4096, 11008, 32, 32, None, eps=1e-5), SILU, _ATTENTION_BIAS),
     constants={**_CONSTANTS, "norm_order": "post", "qk_norm": "full"},
     ignored_fields=(),
-    layer_modules={**_ATTENTION, **_MLP, **_QK_NORM, **_NORMS_AFTER},
+    layer_modules={**ATTENTION, **MLP, **QK_NORM, **NORMS_AFTER},
 )
 
 OLMO3 = dataclasses.replace(
@@ -201,7 +200,7 @@ GEMMA2 = Architecture(
     name="Gemma2ForCausalLM",
     model_type="gemma2",
     fields=(
-        *_fields(256000, 2304, 9216, 26, 8, 4, tied=True),
+        *fields_of(256000, 2304, 9216, 26, 8, 4, tied=True),
         *_GEMMA_FIELDS,
         Field("final_logit_softcapping", 30.0, "logit_softcap"),
     ),
@@ -216,7 +215,7 @@ GEMMA2 = Architecture(
     ),
     modules=LLAMA.modules,
     layer="model.layers.{}",
-    layer_modules={**_ATTENTION, **_MLP, **_NORMS_AROUND},
+    layer_modules={**ATTENTION, **MLP, **_NORMS_AROUND},
     ignored_tensors=LLAMA.ignored_tensors,
 )  # fmt: skip
 
@@ -225,7 +224,7 @@ GEMMA3 = dataclasses.replace(
     name="Gemma3ForCausalLM",
     model_type="gemma3_text",
     fields=(
-        *_fields(262_208, 2304, 9216, 26, 8, 4, tied=True),
+        *fields_of(262_208, 2304, 9216, 26, 8, 4, tied=True),
         *_GEMMA_FIELDS,
         Field("final_logit_softcapping", None, "logit_softcap"),
     ),
@@ -241,7 +240,7 @@ GEMMA3 = dataclasses.replace(
         types=_all_but_every(6, "sliding_window_pattern"),
         score_width=256,
     ),
-    layer_modules={**GEMMA2.layer_modules, **_QK_NORM},
+    layer_modules={**GEMMA2.layer_modules, **QK_NORM},
 )
 
 SMOLLM3 = dataclasses.replace(
@@ -249,8 +248,8 @@ SMOLLM3 = dataclasses.replace(
     name="SmolLM3ForCausalLM",
     model_type="smollm3",
     fields=(
-        *_fields(128256, 2048, 11008, 36, 16, 4, tied=True),
-        _SILU,
+        *fields_of(128256, 2048, 11008, 36, 16, 4, tied=True),
+        SILU,
         _ATTENTION_BIAS,
         Biases("mlp_bias", False, ("mlp",)),
     ),
@@ -269,7 +268,7 @@ STARCODER2 = dataclasses.replace(
     name="Starcoder2ForCausalLM",
     model_type="starcoder2",
     fields=(
-        *(one for one in _fields(49152, 3072, 12288, 30, 24, 2, tied=True)
+        *(one for one in fields_of(49152, 3072, 12288, 30, 24, 2, tied=True)
           if one.name != "rms_norm_eps"),
         Field("norm_epsilon", 1e-5, "norm_eps"),
         Field("hidden_act", "gelu_pytorch_tanh", "mlp", GELUS),
@@ -287,6 +286,6 @@ STARCODER2 = dataclasses.replace(
     context=4096,
     layers=Layers(has_window=True),
     layer_modules={
-        **_ATTENTION, **_NORMS_BEFORE, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.out",
+        **ATTENTION, **NORMS_BEFORE, "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.out",
     },
 )  # fmt: skip

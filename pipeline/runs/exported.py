@@ -4,6 +4,7 @@ That is a folder of `longhaul export`, or one with an architecture that longhaul
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,6 +39,7 @@ WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 """If there are several files, the index that says which one holds a tensor."""
 
 _MOST_BYTES = 16 << 20
+_NUM_EXPERTS = re.compile("(moe_)?(num|n)(_local|_routed)?_experts")
 
 
 # Attention configs as in JSON; which fields they have depends on the kind.
@@ -139,9 +141,11 @@ def _config_in(folder: Path) -> tuple[bytes, Architecture | None]:
     kind = parse_json(_Described, content, path).model_type
     if kind != "longhaul" and kind not in ARCHITECTURES:
         wanted = ", ".join(["longhaul", *ARCHITECTURES])
-        raise ValueError(
-            f"{path}: model_type: found {shown(kind)}, wanted one that longhaul can read: {wanted}"
-        )
+        problem = f"model_type: found {shown(kind)}, wanted one that longhaul can read: {wanted}"
+        for name, found in parse_json(dict[str, Any], content, path).items():
+            if _NUM_EXPERTS.fullmatch(name) and found not in (None, 0, 1):
+                problem = f"{name}: found {shown(found)}, wanted dense MLPs; {problem}"
+        raise ValueError(f"{path}: {problem}")
     return content, ARCHITECTURES.get(kind)
 
 

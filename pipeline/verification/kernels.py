@@ -105,17 +105,20 @@ def _checks(
 
 
 def check_case(case: Case, place: Place) -> dict[str, Any]:
-    """Errors of every tensor of a case, in each of its forms."""
+    """Errors of every tensor of a case, in each of its forms. Raises if all of these raise."""
     device = torch.device(place.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # Other processes have the other cores.
     forms: dict[str, dict[str, Any]] = {}
-    for record in check(case, device, case.backend(device)):
+    records = check(case, device, case.backend(device))
+    for record in records:
         name = record["form"]
         forms[name] = {key: record.get(key) for key in ("tensors", "seconds", "faults")}
         if "does_not_fit" in record:
             forms[name]["does_not_fit"] = record["does_not_fit"]
     faults = [f"{form}: {fault}" for form, one in forms.items() for fault in one["faults"]]
+    if all(record.get("raised") for record in records):
+        raise RuntimeError("; ".join(faults))
     return {"case": asdict(case), "forms": forms, "faults": faults}
 
 

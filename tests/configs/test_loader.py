@@ -111,7 +111,7 @@ def test_paths_of_an_inherited_run_begin_at_its_folder(tmp_path: Path) -> None:
         ("model.layer_attention.1=2", "model.layer_attention.1: expected a mapping .*, got 2"),
         ("model.layer_attention.1={}", "model.layer_attention.1.kind: missing, wanted one of"),
         ("model.norm=rmsnorm", "model.norm: found 'rmsnorm', wanted 'layer', 'rms' or 'rms_off"),
-        ("model.norm_order=Pre", "model.norm_order: found 'Pre', wanted 'pre', 'post' or 'sandw"),
+        ("model.norm_order=Pre", "model.norm_order: found 'Pre', wanted 'pre', 'post', 'sandwi"),
         ("model.mlp=silu", "model.mlp: found 'silu', wanted 'gelu', 'gelu_erf', 'relu2', 'swigl"),
         ("model.init=xavier", "model.init: found 'xavier', wanted 'gpt2', 'normal', 'olmo', 'll"),
         ("model.qk_norm=all", "model.qk_norm: found 'all', wanted 'none', 'head' or 'full'"),

@@ -33,6 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": {**LLAMA, "norm": "rms_offset", "norm_order": "sandwich", "mlp": "geglu"},
     "parallel with norms after": {"norm_order": "post", "parallel_residual": True},
     "layer norms before and after": {"norm_order": "sandwich", "biases": True},
+    "olmo-hybrid with softmax alone": {**LLAMA, "norm_order": "hybrid"},
+    "no mlp": {"mlp": "none", "norm_order": "sandwich"},
 }
 
 
@@ -108,6 +110,7 @@ class Formula:
 
     def branch(self, x: Tensor, name: str, function: Callable[[Tensor, str], Tensor]) -> Tensor:
         order = self.config.norm_order
+        order = "post" if order == "hybrid" else order  # softmax is of quadratic cost
         y = function(x if order == "post" else self.norm(x, f"{name}_norm"), name)
         return y if order == "pre" else self.norm(y, f"{name}_post_norm")
 
@@ -118,6 +121,9 @@ class Formula:
         for layer in range(c.layers):
             block = f"blocks.{layer}"
             mixed = x + self.branch(x, f"{block}.attention", self.attention)
+            if c.mlp == "none":
+                x = mixed
+                continue
             read = x if c.parallel_residual else mixed
             x = mixed + self.branch(read, f"{block}.mlp", self.mlp)
         head = "embedding" if c.tied_head else "lm_head"

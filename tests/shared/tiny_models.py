@@ -37,6 +37,12 @@ GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 8, "tied
 TYPES = ["sliding_attention"] * 5 + ["full_attention"]
 NEOX = {"num_key_value_heads": ..., "intermediate_size": 96, "tied": False}
 GPT2 = {"num_key_value_heads": ..., "intermediate_size": ..., "n_inner": 96}
+HYBRID = {"num_key_value_heads": 4, "num_hidden_layers": 3, "linear_conv_kernel_dim": 3,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+          "rope_parameters": {"rope_type": "default", "rope_theta": None}}  # fmt: skip
+MAMBA2 = {"num_key_value_heads": ..., "num_attention_heads": ..., "intermediate_size": ...,
+          "max_position_embeddings": ..., "num_heads": 8, "head_dim": 8, "state_size": 12,
+          "n_groups": 2, "chunk_size": 16, "conv_kernel": 3, "num_hidden_layers": 3}  # fmt: skip
 
 # What differs from the sizes; the name of a case begins with that of its config.
 CASES: dict[str, dict[str, Any]] = {
@@ -59,6 +65,10 @@ CASES: dict[str, dict[str, Any]] = {
     "GPTNeoX old names": {**NEOX, "rope_parameters": HALF, "hidden_act": "gelu_new"},
     "GPT2": {**GPT2, "tied": True},
     "Starcoder2": {"sliding_window": 8, "tied": True},
+    "OlmoHybrid": {**HYBRID, "tied": False},
+    "OlmoHybrid rotated": {**HYBRID, "rope_parameters": YARN, "linear_allow_neg_eigval": False,
+                           "linear_num_key_heads": 2, "linear_value_head_dim": 8, "tied": True},
+    "Mamba2": {**MAMBA2, "tied": True},
 }  # fmt: skip
 
 # The same in files before version 5; ... stands for a field that they lack.

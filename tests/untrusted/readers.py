@@ -371,8 +371,10 @@ def write_architecture(name: str) -> Callable[[Folder], None]:
     small = {named[option]: size for option, size in sizes.items() if option in named}
     windows = {"sliding_window": 4} if architecture.layers.has_window else {}
     switch = {"use_sliding_window": True} if architecture.layers.has_switch else {}
-    described = architecture.config_of(architecture.model_of(small | windows | switch))
-    if "layer_types" in described:
+    heads = {"olmo_hybrid": {"num_key_value_heads": 2}, "mamba2": {"expand": 1, "n_groups": 2}}
+    small |= windows | switch | heads.get(name, {})
+    described = architecture.config_of(architecture.model_of(small))
+    if windows and "layer_types" in described:
         del described["layer_types"]  # what they are without it
         described |= {"sliding_window_pattern": 2, "max_window_layers": 1}
 

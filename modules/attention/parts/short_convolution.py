@@ -79,4 +79,5 @@ def with_past(
         (inputs,) = tokens_before(documents.sequence_part, (x,), past)
     else:
         inputs = x if state is None else torch.cat([state, x], dim=1)
-    return F.pad(inputs, (0, 0, past + x.shape[1] - inputs.shape[1], 0))
+    missing = past + x.shape[1] - inputs.shape[1]
+    return F.pad(inputs, (0, 0, missing, 0)) if missing else inputs  # none would be a copy

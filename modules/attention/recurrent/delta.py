@@ -98,7 +98,8 @@ class DeltaAttention(Attention):
         """groups: queries and keys per token, each for several heads; None: one for each head."""
         self.key_dim, self.value_dim = config.widths(shape.head_dim)
         self.erases = self.in_float32 = isinstance(config, DeltaConfig)
-        shape = replace(shape, head_dim=self.value_dim)
+        qk_norm = "none" if self.erases else shape.qk_norm  # unit queries and keys need no other
+        shape = replace(shape, head_dim=self.value_dim, qk_norm=qk_norm)
         super().__init__(config, shape)
         self.groups = check_groups(shape.heads if groups is None else groups, shape.heads)
         self.chunk_size = config.chunk_size

@@ -19,7 +19,9 @@ def uses_triton(backend: str, device: torch.device, why_not: str | None) -> bool
     return False
 
 
-def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
+def resolve_backend(
+    backend: str, device: torch.device, *others: str
+) -> Literal["reference", "torch", "triton"]:
     if backend == "reference":
         return "reference"
     if backend in ("auto", "torch"):

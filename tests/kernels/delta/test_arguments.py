@@ -43,7 +43,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("chunk_size: found 48, wanted a power of two", {"chunk_size": 48}),
     ("output_final_state: found 1", {"output_final_state": 1}),
     ("form: found 'attention', wanted one of auto, chunked, recurrent", {"form": "attention"}),
-    ("backend: found 'cuda'", {"backend": "cuda"}),
+    (
+        "backend: found 'cuda', wanted one of auto, reference, torch, triton, fla",
+        {"backend": "cuda"},
+    ),
     (
         r"initial_state: found shape \(1, 2, 8, 3\), wanted \(1, 4, 8, 3\)",
         {"initial_state": torch.ones(1, 2, 8, 3)},

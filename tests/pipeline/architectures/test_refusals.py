@@ -30,6 +30,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPTNeoX", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.factor: found none"),
     ("GPTNeoX", {"rope_parameters": {"rope_theta": "high"}}, "rope_parameters.rope_theta: found '"),
     ("Llama", {"model_type": "qwen3_moe"}, "model_type: found 'qwen3_moe', wanted one that l"),
+    ("Llama", {"model_type": "qwen3_moe", "num_experts": 128},
+     "num_experts: found 128, wanted dense MLPs; model_type: found 'qwen3_moe', wanted one that l"),
+    ("Llama", {"model_type": "deepseek_v3", "n_routed_experts": "\n", "n_shared_experts": 1},
+     r"n_routed_experts: found '\\n', wanted dense MLPs; model_type: found 'deepseek_v3', wanted"),
+    ("Llama", {"model_type": "granitemoehybrid", "num_local_experts": 0},
+     "model_type: found 'granitemoehybrid', wanted one that l"),
     ("Llama", {"num_local_experts": 8}, "num_local_experts: found 8, which no model of longhaul h"),
     ("Gemma3Text", {"model_type": "gemma3"}, "model_type: found 'gemma3', wanted one that l"),
     ("Gemma3Text", {"vision_config": {}}, "vision_config: found {}, which no model of longhaul ha"),
@@ -54,6 +60,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPTNeoX", {"num_hidden_layers": 10**9}, "model.layers: found 1000000000, wanted"),
     ("GPTNeoX", {"head_dim": 8}, "head_dim: found 8, which no model of longhaul has; wanted no su"),
     ("GPTNeoX", {"hidden_size": "32"}, "hidden_size: found '32', wanted a valid integer"),
+    ("OlmoHybrid", {"num_key_value_heads": 2}, "num_key_value_heads: found 2, wanted 4"),
+    ("OlmoHybrid", {"linear_num_value_heads": 8}, "linear_num_value_heads: found 8, wanted 4 as"),
+    ("OlmoHybrid", {"linear_num_key_heads": 3}, "linear_num_key_heads: found 3, wanted a divisor"),
+    ("OlmoHybrid", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: found 1"),
+    ("OlmoHybrid", {"layer_types": ["linear_attention"] * 3}, "layer_types: found no full_atten"),
+    ("OlmoHybrid", {"layer_types": ["sliding_attention"] * 3}, "layer_types: found 'sliding_atte"),
+    ("OlmoHybrid", {"attention_bias": True}, "attention_bias: found True, wanted False"),
+    ("OlmoHybrid", {"hidden_act": "gelu"}, "hidden_act: found 'gelu', wanted one of silu"),
+    ("Mamba2", {"expand": 3}, "expand: found 3, wanted 2, the width of all heads over hidden_siz"),
+    ("Mamba2", {"n_groups": 3}, "n_groups: found 3, wanted a divisor of 8 heads"),
+    ("Mamba2", {"use_bias": True}, "use_bias: found True, wanted False"),
+    ("Mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit: found \\[0.0, 0.1\\], wanted"),
     ("GPTNeoX", {"hidden_size": 33}, "model.width: found 33, wanted a multiple of 2 x model.heads"),
 ]  # fmt: skip
 
@@ -82,6 +100,10 @@ HARMLESS = {
     *("label2id", "problem_type", "is_encoder_decoder", "output_attentions", "return_dict"),
     *("output_hidden_states", "architectures", "dtype", "transformers_version", "_name_or_path"),
     *("max_position_embeddings", "model_type"),
+    *("linear_a_log_min", "linear_a_log_max"),
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"),
+    *("rescale_prenorm_residual", "chunk_size", "residual_in_fp32"),
 }
 
 

@@ -314,15 +314,12 @@ def test_a_failure_of_the_harness_is_one_line(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.soak
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
-def test_bos_is_read_once_in_front_of_whatever_is_cut(
-    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bos_is_read_once_in_front_of_whatever_is_cut(base: Run, tmp_path: Path) -> None:
     # Imported here: an optional dependency.
     from lm_eval.api.instance import Instance
 
     from longhaul.pipeline.evaluation.tasks.lm_eval_task.model import LonghaulLM
 
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     base.longhaul("export", "small", str(tmp_path / "model"))
     window = 64
     model = LonghaulLM(

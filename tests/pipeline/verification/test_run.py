@@ -140,6 +140,7 @@ def test_no_failure_stops_it_and_each_is_kept(
         check("f", pretended.passes, is_alone=False),
         check("g", pretended.passes, needs=Needs(programs=("no-such-program",))),
         check("i", pretended.raises, is_ours=False),
+        check("j", pretended.fails, is_ours=False),
         check("h", pretended.passes, needs=Needs(packages=("no_such_package",))),
     ]
     assert run(path, *checks) == 1
@@ -153,6 +154,7 @@ def test_no_failure_stops_it_and_each_is_kept(
         "kernels: e": "timed out",
         "kernels: f": "passed",
         "kernels: i": "unavailable",
+        "kernels: j": "failed",
         "kernels: g": "skipped",
         "kernels: h": "skipped",
     }
@@ -170,7 +172,7 @@ def test_no_failure_stops_it_and_each_is_kept(
         assert line in printed
     # Nothing is left: the same command does nothing, and says the same.
     assert run(path, *checks) == 1
-    assert "9 checks, of which 0 are to run" in capsys.readouterr().out
+    assert "10 checks, of which 0 are to run" in capsys.readouterr().out
 
 
 def test_a_later_command_goes_on_where_the_time_ended(tmp_path: Path, begun: list[Any]) -> None:
