@@ -29,7 +29,9 @@ from longhaul.kernels.delta.triton.prepare import Prepared
 from longhaul.kernels.delta.triton.shapes import Shapes
 from longhaul.kernels.delta.triton.walk import Walked, WalkedBack
 
-_ROWS = candidates(config(4, 2), config(4, 1), config(8, 2))
+# In one stage: Triton 3.6 and 3.7 would pipeline the next states over those that products still
+# read, since sums read them too.
+_ROWS = candidates(config(4, 1), config(8, 1))
 _PAIRS = candidates(config(4, 2), config(4, 1), config(8, 1))
 _KEYS = candidates(config(4, 1), config(8, 1), config(4, 2))
 
@@ -50,7 +52,7 @@ def token_gradients(
     dk_end, dq_start, dw = scratch(K, True), scratch(K, reads), scratch(K, erases)
     dtotal = k.new_empty(chunks.num, H, K, dtype=torch.float32)
     launch(
-        _delta_rows_kernel, lambda _: (chunks.num, H, blocks), _ROWS,
+        _delta_rows_kernel, lambda _: (chunks.num, H, triton.cdiv(K, shapes.meta["BLOCK"])), _ROWS,
         k if dout is None else dout, walked.states, walked.new, back.dstates, back.dnew,
         dk_end, dq_start, dw, dtotal, chunks.table, T, H, K, V,
         HAS_OUTPUT=reads, ERASES=erases, **shapes.meta,
@@ -86,9 +88,9 @@ def token_gradients(
 def _delta_rows_kernel(
     dout_ptr, states_ptr, new_ptr, dstates_ptr, dnew_ptr, dk_end_ptr, dq_start_ptr, dw_ptr,
     dtotal_ptr, table_ptr, T, H, K, V,
-    HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     # Of some key channels, the products with the states before and after the chunk.
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -130,9 +132,9 @@ def _delta_rows_kernel(
 def _delta_pairs_kernel(
     dout_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, p_ptr, u_ptr, w_ptr, inverse_ptr, scores_ptr, new_ptr,
     dnew_ptr, dw_ptr, dp_ptr, da_ptr, dv_ptr, dbeta_ptr, dg_ptr, table_ptr, T, H, G, K, V,
-    HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     # Gradients of values, write strengths and scores, of these without decays where one gate holds
     # for all channels. Each block of dW is overwritten with X_k.
@@ -174,8 +176,8 @@ def _delta_pairs_kernel(
         is_value = is_token[:, None] & (vv < V)[None, :]
         tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=is_value)
     if ERASES:
-        for first in range(0, K, BLOCK):
-            kk = first + tl.arange(0, BLOCK)
+        for first in range(0, K, BLOCK_K):
+            kk = first + tl.arange(0, BLOCK_K)
             if CHANNELS:
                 g = load_gates(g_ptr + gate_off, start, end, H * K, c, kk, K, CHANNELS)
             at = row * K + t * (H * K) + kk[None, :]
@@ -217,15 +219,15 @@ def _delta_pairs_kernel(
 def _delta_keys_kernel(
     q_ptr, k_ptr, beta_ptr, g_ptr, total_ptr, dp_ptr, da_ptr, dk_end_ptr, dq_start_ptr, x_k_ptr,
     dtotal_ptr, dk_ptr, dq_ptr, dg_ptr, dg_stride, table_ptr, T, H, G, K, scale,
-    HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    HAS_OUTPUT: tl.constexpr, ERASES: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
     if start >= end:
         return
-    c, kk = tl.arange(0, BLOCK_C), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    c, kk = tl.arange(0, BLOCK_C), tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
     t, i = c[:, None], c[None, :]
     is_token = c < end - start
     is_number = is_token[:, None] & (kk < K)[None, :]
@@ -243,8 +245,8 @@ def _delta_keys_kernel(
     dk_end = tl.load(dk_end_ptr + own, mask=is_number, other=0.0).to(tl.float32)
     dk = dk_end * to_end(g, c, CHANNELS, EXACT)
     gate_end = dk * k.to(tl.float32)
-    gate_start = tl.zeros((BLOCK_C, BLOCK), tl.float32)
-    dq = tl.zeros((BLOCK_C, BLOCK), tl.float32)
+    gate_start = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
+    dq = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
     if ERASES:
         beta = tl.load(beta_ptr + row + c * H, mask=is_token, other=0.0).to(tl.float32)[:, None]
         x_k = tl.load(x_k_ptr + own, mask=is_number, other=0.0).to(tl.float32)
@@ -272,8 +274,8 @@ def _delta_keys_kernel(
             later, earlier = halves_at(g, c, level, EXACT)
             meets = pairs_of_halves(c, level)
             k_earlier = (k * earlier).to(DOT)
-            rows = tl.zeros((BLOCK_C, BLOCK), tl.float32)
-            columns = tl.zeros((BLOCK_C, BLOCK), tl.float32)
+            rows = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
+            columns = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
             if HAS_OUTPUT:
                 d = tl.where(meets, dp, 0.0)
                 found = later * tl.dot(d, k_earlier, input_precision=PRECISION)

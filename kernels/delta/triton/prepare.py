@@ -77,8 +77,8 @@ def _delta_prepare_kernel(
     q_ptr, k_ptr, v_ptr, beta_ptr, g_ptr, p_ptr, q_start_ptr, k_end_ptr, total_ptr, u_ptr, w_ptr,
     inverse_ptr, scores_ptr, table_ptr, T, H, G, K, V, scale,
     HAS_QUERIES: tl.constexpr, ERASES: tl.constexpr, GOES_BACK: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
@@ -95,8 +95,8 @@ def _delta_prepare_kernel(
         tl.store(total_ptr + chunk * H + h, over_chunk(g))
     p = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     scores = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    for first in range(0, K, BLOCK):
-        kk = first + tl.arange(0, BLOCK)
+    for first in range(0, K, BLOCK_K):
+        kk = first + tl.arange(0, BLOCK_K)
         if CHANNELS:
             g = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS)
             tl.store(total_ptr + (chunk * H + h) * K + kk, over_chunk(g), mask=kk < K)
@@ -145,8 +145,8 @@ def _delta_prepare_kernel(
             tl.store(inverse_ptr + pairs_at, inverse, mask=is_token[:, None])
             scores = scores.to(scores_ptr.dtype.element_ty)
             tl.store(scores_ptr + pairs_at, scores, mask=is_token[:, None])
-        for first in range(0, K, BLOCK):
-            kk = first + tl.arange(0, BLOCK)
+        for first in range(0, K, BLOCK_K):
+            kk = first + tl.arange(0, BLOCK_K)
             if CHANNELS:
                 g = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS)
             k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(tl.float32)

@@ -11,7 +11,7 @@ from longhaul.kernels.common.triton.launch import candidates, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_CANDIDATES = candidates(config(4, 2), config(4, 1), config(8, 2))
+_CANDIDATES = candidates(config(4, 2), config(8, 2), config(4, 1))
 
 
 def read(
@@ -31,8 +31,8 @@ def read(
 @triton.jit
 def _delta_read_kernel(
     q_start_ptr, p_ptr, states_ptr, new_ptr, out_ptr, table_ptr, T, H, K, V,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)

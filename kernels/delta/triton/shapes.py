@@ -11,8 +11,10 @@ from torch import Tensor
 
 from longhaul.kernels.common.triton.launch import block_of, chip, operands_of
 
-# Key channels, and columns of values, that a program has at a time.
+# Columns of values, and channels of keys, that a program has at a time. Where each channel has a
+# gate, it has more to keep of each.
 _BLOCK = 64
+_BLOCK_OF_CHANNELS = 32
 
 
 class Shapes(NamedTuple):
@@ -27,7 +29,7 @@ class Shapes(NamedTuple):
     @property
     def blocks_of_keys(self) -> int:
         """Programs that share a head's key channels."""
-        return int(triton.cdiv(self.K, _BLOCK))
+        return int(triton.cdiv(self.K, self.meta["BLOCK_K"]))
 
     @property
     def blocks_of_values(self) -> int:
@@ -50,10 +52,12 @@ def shapes_of(k: Tensor, v: Tensor, log_g: Tensor, chunk_size: int) -> Shapes:
     operands = operands_of(k)
     is_narrow = operands.dtype == tl.bfloat16
     block_c = block_of(chunk_size)
+    has_channels = log_g.ndim == 4
     meta = {
-        "CHANNELS": log_g.ndim == 4,
+        "CHANNELS": has_channels,
         "BLOCK_C": block_c,
         "LEVELS": block_c.bit_length() - 1,
+        "BLOCK_K": _BLOCK_OF_CHANNELS if has_channels else _BLOCK,
         "BLOCK": _BLOCK,
         "DOT": operands.dtype,
         "PRECISION": operands.precision,

@@ -20,9 +20,9 @@ from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.prepare import Prepared
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_WALK = candidates(config(4, 3, BLOCK_V=32), config(4, 2, BLOCK_V=32), config(4, 3, BLOCK_V=64))
+_WALK = candidates(config(4, 3, BLOCK_V=32), config(4, 3, BLOCK_V=16), config(4, 3, BLOCK_V=64))
 _WALK_BACK = candidates(
-    config(4, 2, BLOCK_V=32), config(4, 3, BLOCK_V=32), config(4, 2, BLOCK_V=64)
+    config(4, 2, BLOCK_V=32), config(4, 3, BLOCK_V=32), config(4, 2, BLOCK_V=16)
 )
 # Of keys so wide that a multiprocessor has no room for the tokens of a second step.
 _WIDE = candidates(config(4, 1, BLOCK_V=32))
@@ -119,8 +119,9 @@ def _delta_walk_kernel(
     u_ptr, w_ptr, k_end_ptr, total_ptr, initial_ptr, states_ptr, new_ptr, final_ptr, table_ptr,
     sequences_ptr, T, H, K, V,
     HAS_INITIAL: tl.constexpr, KEEPS: tl.constexpr, ERASES: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     sequence, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     first, count, batch, start, end = _sequence(table_ptr, sequences_ptr, sequence)
@@ -161,8 +162,9 @@ def _delta_walk_back_kernel(
     k_end_ptr, q_start_ptr, p_ptr, w_ptr, total_ptr, dout_ptr, dfinal_ptr, dstates_ptr, dnew_ptr,
     dinitial_ptr, table_ptr, sequences_ptr, T, H, K, V,
     HAS_OUTPUT: tl.constexpr, HAS_FINAL: tl.constexpr, ERASES: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     sequence, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     first, count, batch, start, end = _sequence(table_ptr, sequences_ptr, sequence)
