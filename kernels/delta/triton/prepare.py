@@ -24,7 +24,7 @@ from longhaul.kernels.delta.triton.decays import (
 )
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_CANDIDATES = candidates(config(4, 1), config(8, 1), config(4, 2))
+_CANDIDATES = candidates(config(4, 1), config(8, 1))
 
 
 class Prepared(NamedTuple):

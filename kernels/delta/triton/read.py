@@ -11,7 +11,7 @@ from longhaul.kernels.common.triton.launch import candidates, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_CANDIDATES = candidates(config(4, 2), config(8, 2), config(4, 1))
+_CANDIDATES = candidates(config(4, 2), config(8, 2))
 
 
 def read(

@@ -20,9 +20,20 @@ from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.prepare import Prepared
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_WALK = candidates(config(4, 3, BLOCK_V=32), config(4, 3, BLOCK_V=16), config(4, 3, BLOCK_V=64))
+# The first fits every chip.
+_WALK = candidates(
+    config(4, 1, BLOCK_V=32),
+    config(4, 3, BLOCK_V=32),
+    config(4, 3, BLOCK_V=16),
+    sm_90=1,
+    sm_100=1,
+)
 _WALK_BACK = candidates(
-    config(4, 2, BLOCK_V=32), config(4, 3, BLOCK_V=32), config(4, 2, BLOCK_V=16)
+    config(4, 1, BLOCK_V=32),
+    config(4, 2, BLOCK_V=32),
+    config(4, 3, BLOCK_V=16),
+    sm_90=1,
+    sm_100=1,
 )
 # Of keys so wide that a multiprocessor has no room for the tokens of a second step.
 _WIDE = candidates(config(4, 1, BLOCK_V=32))

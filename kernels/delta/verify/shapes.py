@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from longhaul.kernels.delta.call import DeltaCall, Inputs
+from longhaul.kernels.verify.candidates import MOST_CANDIDATES
 
 _CHUNK_SIZE = 64
 
@@ -29,8 +30,15 @@ class Shape:
         return f"delta {self.gates} K{self.K} V{self.V} {dtype}{marks}"
 
     def launch(self) -> None:
-        """Run the launchers on tensors of zeros."""
+        """Run the launchers with every configuration, on tensors of zeros."""
         # Imported here, as compiling other kernels must work even if these cannot be imported.
+        from longhaul.kernels.common.triton.launch import configuration
+
+        for index in range(MOST_CANDIDATES):
+            with configuration(index):
+                self._launch()
+
+    def _launch(self) -> None:
         from longhaul.kernels.delta import triton
 
         B, T, H, G = 2, 2 * _CHUNK_SIZE, 4, 2

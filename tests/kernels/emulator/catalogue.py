@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from longhaul.kernels.cross_entropy.verify import LossCase
+from longhaul.kernels.delta.verify.cases import DeltaCase
 from longhaul.kernels.power.verify.cases import PowerCase
 from longhaul.kernels.rotary.verify import RotationCase
 from longhaul.kernels.verify.cases import Case
@@ -48,7 +49,7 @@ _CONTINUED = PowerCase(
 
 
 def _chunked() -> Iterator[tuple[PowerCase, int]]:
-    """Cases of the chunked form, and with how many candidates they run in bfloat16."""
+    """Cases of power attention's chunked form, and with how many candidates they run in bfloat16."""
     # Long enough for every stage of the pipelines of loads: chunks have four blocks.
     yield replace(_ONE_HEAD, name="p2 K64, long chunks", T=300), 2
     yield _ONE_HEAD, 3
@@ -101,12 +102,32 @@ def _others() -> Iterator[Case]:
     yield RotationCase(name="heads first", B=2, T=33, H=2, K=32, has_heads_first=True)
 
 
+def _deltas() -> Iterator[tuple[DeltaCase, int]]:
+    """Calls of the delta rule, and with how many candidates they run in bfloat16."""
+    one = DeltaCase(name="", T=150, H=1, G=1, runs_on="triton")
+    for gates in ("none", "scalar", "channel"):
+        for erases in (True, False):
+            what = f"delta rule, gates {gates}" + ", nothing is erased" * (not erases)
+            yield replace(one, name=what, gates=gates, erases=erases), 3
+    documents = replace(one, T=90, H=2, K=32, V=32, documents=_DOCUMENTS, is_continued=True)
+    for gates in ("scalar", "channel"):
+        name = f"delta rule, packed, continued, gates {gates}"
+        yield replace(documents, name=name, gates=gates), 2
+    yield replace(one, name="delta rule, K128 V96", T=70, K=128, V=96), 3
+    yield replace(one, name="delta rule, odd widths", T=33, H=3, G=3, K=20, V=17), 1
+    yield replace(one, name="delta rule, gates of 0 and 1", T=90, decays="hard"), 1
+
+
 def all_runs() -> list[Run]:
     """bfloat16 on sm_90 first."""
     found = []
     for dtype in _DTYPES:
         for target in _TARGETS:
-            for form, cases in (("chunked", _chunked()), ("attention", _attention())):
+            for form, cases in (
+                ("chunked", _chunked()),
+                ("attention", _attention()),
+                ("chunked", _deltas()),
+            ):
                 for case, num_candidates in cases:
                     long = case.name.endswith("long chunks")
                     if dtype != "bfloat16":
@@ -141,6 +162,8 @@ WIDE = (
     "step, p2 K64, bfloat16, sm_90, candidate 0",
     "step, p2 K64, bfloat16 state, in place, bfloat16, sm_90, candidate 0",
     "chunked, p2, a sum without gates, float32, sm_80, candidate 0",
+    "chunked, delta rule, packed, continued, gates scalar, bfloat16, sm_90, candidate 1",
+    "chunked, delta rule, gates channel, nothing is erased, bfloat16, sm_90, candidate 1",
 )
 
 
