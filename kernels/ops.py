@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from longhaul.kernels.cross_entropy import verify as cross_entropy
 from longhaul.kernels.delta.verify import catalogue as delta
+from longhaul.kernels.delta.verify import shapes as delta_shapes
 from longhaul.kernels.power.verify import catalogue as power
 from longhaul.kernels.power.verify.shapes import SHAPES
 from longhaul.kernels.rotary import verify as rotary
@@ -50,9 +51,10 @@ OPS = (
     ),
     Op(
         features=delta.feature_cases,
-        shapes={},
+        shapes={shape.name: shape.launch for shape in delta_shapes.SHAPES},
         extremes=lambda backend: delta.extreme_cases(),
         long=delta.long_cases(),
+        candidates=delta.candidate_cases(),
         peers={"fla": delta.peer_cases()},
     ),
     Op(features=cross_entropy.cases, shapes=cross_entropy.SHAPES),

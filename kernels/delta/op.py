@@ -216,8 +216,13 @@ def _check_chunk_size(chunk_size: int | None) -> None:
 def _chunked_backend(
     backend: Backend, k: Tensor, chunk_size: int | None
 ) -> Literal["torch", "triton"]:
-    """The backend of the chunked form: Triton only by name, as a kernel of it spills registers."""
-    if backend != "triton":
+    """The backend of the chunked form; "auto" takes Triton for bfloat16 alone.
+
+    Its kernels multiply other dtypes in TF32, float32 in three parts, where they spill registers.
+    """
+    if resolve_backend(backend, k.device) != "triton":
+        return "torch"
+    if backend == "auto" and k.dtype != torch.bfloat16:
         return "torch"
     reason = why_dtype_unsupported(k.dtype)
     if reason is None:
@@ -225,9 +230,11 @@ def _chunked_backend(
         from longhaul.kernels.delta import triton
 
         reason = triton.why_not(k.shape[3], chunk_size)
-    if reason is not None:
+    if reason is None:
+        return "triton"
+    if backend == "triton":
         raise cannot_run(backend, reason)
-    return "triton"
+    return "torch"
 
 
 def _per_document(

@@ -44,6 +44,18 @@ MAY_SPILL: dict[str, int] = {
     "* / _power_fwd_walk_kernel / sm_90": 76,
     "* bfloat16* / _power_fwd_walk_kernel / sm_80": 796,
     "* bfloat16* / _power_fwd_walk_kernel / sm_120": 396,
+    # The delta rule: where each channel has a gate, tokens, gates and gradients of 32 channels.
+    "delta channel * / sm_90": 716,
+    "delta channel * / sm_100": 1200,
+    "delta * / _delta_pairs_kernel / sm_90": 96,
+    "delta * / _delta_pairs_kernel / sm_100": 72,
+    # Chips for which no configuration of it was chosen yet.
+    "delta * / sm_80": 1180,
+    "delta * / sm_86": 1168,
+    "delta * / sm_89": 1168,
+    "delta * / sm_120": 1432,
+    "delta * K256 * / _delta_walk_back_kernel / *": 1432,
+    "delta * / _delta_walk_back_kernel / sm_80": 9288,
     # A tile of degree 4 has 256 features, all of which are built at once.
     "chunked p4 * / _power_fwd_read_kernel / sm_100": 400,
 }

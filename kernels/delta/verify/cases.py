@@ -36,7 +36,7 @@ class DeltaCase(Case):
     gates: str = "scalar"  # "none", "scalar", "channel"
     decays: str = "soft"  # "soft", "strong", "hard" (some are 0 or 1), "reset" (one is 0)
     erases: bool = True
-    has_equal_keys: bool = False  # which are written at beta = 2
+    strength_of_equal_keys: float = 0  # the beta at which all keys, which are one, are written
     documents: tuple[int, ...] = ()  # offsets of packed documents, without the last one
     is_continued: bool = False  # starts from an initial state and returns the final one
 
@@ -66,13 +66,15 @@ class DeltaCase(Case):
 
         B, T, H, G, K, V = self.B, self.T, self.H, self.G, self.K, self.V
         q, k, v = randn(B, T, G, K), F.normalize(randn(B, T, G, K), dim=-1), randn(B, T, H, V)
-        if self.has_equal_keys:
+        if self.strength_of_equal_keys:
             # Unlike 1, the norm of a rounded key may exceed 1, and states would grow.
             k = 0.99 * k[:, :1].repeat(1, T, 1, 1)
         tensors = {name: x.to(self.torch_dtype) for name, x in {"q": q, "k": k, "v": v}.items()}
         if self.erases:
             tensors["beta"] = (
-                torch.full_like(v[..., 0], 2) if self.has_equal_keys else 2 * rand(B, T, H)
+                torch.full_like(v[..., 0], self.strength_of_equal_keys)
+                if self.strength_of_equal_keys
+                else 2 * rand(B, T, H)
             )
         if self.gates != "none":
             # The memory of the heads ranges from 8 to 3,000 tokens.

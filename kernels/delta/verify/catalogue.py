@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from longhaul.kernels.delta.verify.cases import DeltaCase, Runner
+from longhaul.kernels.verify.candidates import MOST_CANDIDATES
 from longhaul.kernels.verify.cases import DTYPES
 
 BACKENDS: tuple[Runner, ...] = ("torch", "triton")
@@ -38,12 +39,18 @@ def extreme_cases() -> list[DeltaCase]:
         for gates in ("scalar", "channel")
         for decays, erases in (("hard", True), ("strong", True), ("reset", True), ("hard", False))
     ]
-    cases += [DeltaCase(name="equal keys", gates="none", has_equal_keys=True, T=256)]
+    # What Triton's kernels round adds up at strength 2: README.md, section 7.
+    strengths = {"torch": 2, "triton": 1}
     return [
         _on(case, backend, dtype)
         for backend in BACKENDS
         for dtype in ("bfloat16", "float32")
-        for case in cases
+        for case in (
+            *cases,
+            DeltaCase(
+                name="equal keys", gates="none", strength_of_equal_keys=strengths[backend], T=256
+            ),
+        )
     ]
 
 
@@ -52,6 +59,25 @@ def long_cases() -> list[DeltaCase]:
     long = DeltaCase(name="131,073 tokens", H=2, G=1, T=131_073, is_continued=True)
     every = [long, replace(long, name=f"{long.name}, a gate a channel", gates="channel")]
     return [_on(case, backend, dtype) for backend in BACKENDS for case in every for dtype in DTYPES]
+
+
+def candidate_cases() -> list[DeltaCase]:
+    """What differs in code, with every configuration of every kernel."""
+    one = DeltaCase(name="K 128", K=128, V=128, T=700)
+    cases = [
+        replace(one, name=f"{one.name}, gates {gates}{mark}", gates=gates, erases=erases)
+        for gates in ("scalar", "channel")
+        for erases, mark in ((True, ""), (False, ", nothing is erased"))
+    ]
+    return [
+        _on(
+            replace(case, name=f"{case.name}, candidate {index}", candidate=index),
+            "triton",
+            "bfloat16",
+        )
+        for index in range(MOST_CANDIDATES)
+        for case in cases
+    ]
 
 
 def peer_cases() -> list[DeltaCase]:

@@ -49,7 +49,7 @@ _CONTINUED = PowerCase(
 
 
 def _chunked() -> Iterator[tuple[PowerCase, int]]:
-    """Cases of power attention's chunked form, and with how many candidates they run in bfloat16."""
+    """Cases of power attention in chunks, and with how many candidates they run in bfloat16."""
     # Long enough for every stage of the pipelines of loads: chunks have four blocks.
     yield replace(_ONE_HEAD, name="p2 K64, long chunks", T=300), 2
     yield _ONE_HEAD, 3
