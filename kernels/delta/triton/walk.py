@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks
-from longhaul.kernels.common.triton.launch import Candidates, candidates, config, launch
+from longhaul.kernels.common.triton.launch import Candidates, candidates, chip, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.prepare import Prepared
 from longhaul.kernels.delta.triton.shapes import Shapes
@@ -35,9 +35,9 @@ _WALK_BACK = candidates(
     sm_90=1,
     sm_100=1,
 )
-# Of keys so wide that a multiprocessor has no room for the tokens of a second step.
-_WIDE = candidates(config(4, 1, BLOCK_V=32))
-_MOST_BYTES = 256  # of a key
+# Where a multiprocessor has no room for the tokens of a second step: wide keys, and AMD's chips.
+_SMALL = candidates(config(4, 1, BLOCK_V=32))
+_MOST_BYTES = 256  # of a key, for two steps
 
 
 class Walked(NamedTuple):
@@ -100,7 +100,8 @@ def walk_back(
 
 
 def _candidates(usual: Candidates, shapes: Shapes) -> Candidates:
-    return usual if shapes.padded_width * shapes.dtype.itemsize <= _MOST_BYTES else _WIDE
+    bytes_of_key = shapes.padded_width * shapes.dtype.itemsize
+    return usual if bytes_of_key <= _MOST_BYTES and not chip().startswith("gfx") else _SMALL
 
 
 def _grid(heads: int, V: int) -> Callable[[dict[str, Any]], tuple[int, ...]]:
