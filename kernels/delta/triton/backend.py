@@ -89,7 +89,9 @@ def _prepared(call: DeltaCall, inputs: Inputs) -> tuple[Inputs, Shapes, Chunks]:
         given = given._replace(log_g=given.k.new_zeros(B, T, H, dtype=torch.float32))
     assert given.log_g is not None
     shapes = shapes_of(given.k, given.v, given.log_g, call.chunk_size)
-    return given, shapes, cut(B, T, call.chunk_size, inputs.cu_seqlens, given.k.device)
+    # Not at call.chunk_size: blocks of fewer than 16 tokens cannot be multiplied.
+    chunks = cut(B, T, shapes.meta["BLOCK_C"], inputs.cu_seqlens, given.k.device)
+    return given, shapes, chunks
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

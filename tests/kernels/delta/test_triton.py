@@ -34,6 +34,10 @@ def test_it_equals_the_definition(case: Case) -> None:
     case.check(torch.float32, backend="triton", chunk_size=16)
 
 
+def test_it_takes_chunks_shorter_than_its_blocks() -> None:
+    Case(T=21, B=1).check(torch.float32, backend="triton", chunk_size=8)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("case", WIDE.values(), ids=WIDE.keys())
 def test_every_form_equals_the_definition(case: Case) -> None:
