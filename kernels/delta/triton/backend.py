@@ -37,7 +37,8 @@ def forward(call: DeltaCall, inputs: Inputs) -> Forward:
         prepared = prepare(shapes, chunks, q, k, v, beta, log_g, call.scale, goes_back=False)
         walked = walk(shapes, chunks, v, prepared, state, keeps=q is not None)
         out = None
-        if q is not None and prepared.p is not None:
+        if q is not None:
+            assert prepared.p is not None
             assert prepared.q_start is not None
             assert walked.states is not None
             assert walked.new is not None
@@ -88,7 +89,7 @@ def _prepared(call: DeltaCall, inputs: Inputs) -> tuple[Inputs, Shapes, Chunks]:
     if given.log_g is None:
         given = given._replace(log_g=given.k.new_zeros(B, T, H, dtype=torch.float32))
     assert given.log_g is not None
-    shapes = shapes_of(given.k, given.v, given.log_g, call.chunk_size)
+    shapes = shapes_of(given.k, given.log_g, call.chunk_size)
     # Not at call.chunk_size: blocks of fewer than 16 tokens cannot be multiplied.
     chunks = cut(B, T, shapes.meta["BLOCK_C"], inputs.cu_seqlens, given.k.device)
     return given, shapes, chunks

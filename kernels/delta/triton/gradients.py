@@ -246,7 +246,6 @@ def _delta_keys_kernel(
     dk = dk_end * to_end(g, c, CHANNELS, EXACT)
     gate_end = dk * k.to(tl.float32)
     gate_start = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
-    dq = tl.zeros((BLOCK_C, BLOCK_K), tl.float32)
     if ERASES:
         beta = tl.load(beta_ptr + row + c * H, mask=is_token, other=0.0).to(tl.float32)[:, None]
         x_k = tl.load(x_k_ptr + own, mask=is_number, other=0.0).to(tl.float32)
@@ -307,7 +306,7 @@ def _delta_keys_kernel(
         before = tl.sum(gate_end, axis=1)[None, :]
         dg = tl.sum(tl.where(i >= t, after, before), axis=1)
         dg += tl.load(total_ptr + chunk * H + h) * tl.sum(dtotal, axis=0)
-        dg_ptr += tl.program_id(2) * dg_stride
+        dg_ptr += tl.program_id(2).to(tl.int64) * dg_stride
         tl.store(dg_ptr + gate_off + (start + c) * H, dg, mask=is_token)
     tl.store(dk_ptr + own, dk.to(dk_ptr.dtype.element_ty), mask=is_number)
     if HAS_OUTPUT:

@@ -105,7 +105,6 @@ def _delta_prepare_kernel(
         is_number = is_token[:, None] & (kk < K)[None, :]
         k_end = k * to_end(g, c, CHANNELS, EXACT)
         tl.store(k_end_ptr + own, k_end.to(k_end_ptr.dtype.element_ty), mask=is_number)
-        q = k
         if HAS_QUERIES:
             q = load_rows(q_ptr + key, c, is_token, G * K, kk, K).to(DOT)
             q_start = scale * q * from_start(g, c, CHANNELS, EXACT)
@@ -145,8 +144,8 @@ def _delta_prepare_kernel(
             tl.store(inverse_ptr + pairs_at, inverse, mask=is_token[:, None])
             scores = scores.to(scores_ptr.dtype.element_ty)
             tl.store(scores_ptr + pairs_at, scores, mask=is_token[:, None])
-        for first in range(0, K, BLOCK_K):
-            kk = first + tl.arange(0, BLOCK_K)
+        for first in range(0, K, BLOCK):
+            kk = first + tl.arange(0, BLOCK)
             if CHANNELS:
                 g = load_gates(g_ptr, start, end, H * K, c, kk, K, CHANNELS)
             k = load_rows(k_ptr + key, c, is_token, G * K, kk, K).to(tl.float32)

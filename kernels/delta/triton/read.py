@@ -11,7 +11,7 @@ from longhaul.kernels.common.triton.launch import candidates, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-_CANDIDATES = candidates(config(4, 2), config(8, 2))
+_CANDIDATES = candidates(config(4, 2), config(4, 3))
 
 
 def read(
@@ -20,9 +20,10 @@ def read(
 ) -> Tensor:  # fmt: skip
     """(B, T, H, V) in the dtype of q."""
     _, T, H, V = new.shape
+    blocks = triton.cdiv(V, shapes.meta["BLOCK"])
     out = q.new_empty(new.shape)
     launch(
-        _delta_read_kernel, lambda _: (chunks.num, H, shapes.blocks_of_values), _CANDIDATES,
+        _delta_read_kernel, lambda _: (chunks.num, H, blocks), _CANDIDATES,
         q_start, p, states, new, out, chunks.table, T, H, shapes.K, V, **shapes.meta,
     )  # fmt: skip
     return out

@@ -22,7 +22,6 @@ class Shapes(NamedTuple):
 
     G: int
     K: int
-    V: int
     dtype: torch.dtype  # of the operands of products
     meta: dict[str, Any]  # constants of every kernel
 
@@ -30,11 +29,6 @@ class Shapes(NamedTuple):
     def blocks_of_keys(self) -> int:
         """Programs that share a head's key channels."""
         return int(triton.cdiv(self.K, self.meta["BLOCK_K"]))
-
-    @property
-    def blocks_of_values(self) -> int:
-        """Programs that share the columns of a head's values, but for the walks."""
-        return int(triton.cdiv(self.V, _BLOCK))
 
     @property
     def padded_width(self) -> int:
@@ -46,7 +40,7 @@ class Shapes(NamedTuple):
         return like.new_empty(shape, dtype=self.dtype)
 
 
-def shapes_of(k: Tensor, v: Tensor, log_g: Tensor, chunk_size: int) -> Shapes:
+def shapes_of(k: Tensor, log_g: Tensor, chunk_size: int) -> Shapes:
     """The sizes of a call with these tensors."""
     G, K = k.shape[2:]
     operands = operands_of(k)
@@ -65,4 +59,4 @@ def shapes_of(k: Tensor, v: Tensor, log_g: Tensor, chunk_size: int) -> Shapes:
         "EXACT": ("bf16x3" if is_narrow else "tf32x3") if chip().startswith("sm_") else "ieee",
     }
     dtype = torch.bfloat16 if is_narrow else torch.float32
-    return Shapes(G, K, v.shape[3], dtype, meta)
+    return Shapes(G, K, dtype, meta)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.common.triton.chunking import Chunks
+from longhaul.kernels.common.triton.chunking import Chunks, load_chunk
 from longhaul.kernels.common.triton.launch import Candidates, candidates, chip, config, launch
 from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.prepare import Prepared
@@ -22,7 +22,7 @@ from longhaul.kernels.delta.triton.shapes import Shapes
 
 # The first fits every chip.
 _WALK = candidates(
-    config(4, 1, BLOCK_V=32),
+    config(4, 2, BLOCK_V=16),
     config(4, 3, BLOCK_V=32),
     config(4, 3, BLOCK_V=16),
     sm_90=1,
@@ -36,7 +36,7 @@ _WALK_BACK = candidates(
     sm_100=1,
 )
 # Where a multiprocessor has no room for the tokens of a second step: wide keys, and AMD's chips.
-_SMALL = candidates(config(4, 1, BLOCK_V=32))
+_SMALL = candidates(config(4, 1, BLOCK_V=16), config(4, 2, BLOCK_V=16), sm_90=1, sm_100=1)
 _MOST_BYTES = 256  # of a key, for two steps
 
 
@@ -113,13 +113,13 @@ def _sequence(table_ptr, sequences_ptr, sequence):
     """Its first chunk and their number, its batch, and its first token and the one after it."""
     first = tl.load(sequences_ptr + 2 * sequence)
     count = tl.load(sequences_ptr + 2 * sequence + 1)
-    row_ptr = table_ptr + 6 * first
-    return first, count, tl.load(row_ptr + 1), tl.load(row_ptr + 4), tl.load(row_ptr + 5)
+    _, batch, _, _, start, end = load_chunk(table_ptr, first)
+    return first, count, batch, start, end
 
 
 @triton.jit
 def _decay(total_ptr, chunk, h, H, kk, K, CHANNELS: tl.constexpr):
-    """Over a chunk, as a column."""
+    """Over a chunk: a column with CHANNELS, else one number."""
     if CHANNELS:
         return tl.load(total_ptr + (chunk * H + h) * K + kk, mask=kk < K, other=0.0)[:, None]
     else:  # noqa: RET505
