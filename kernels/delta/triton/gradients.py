@@ -32,7 +32,7 @@ from longhaul.kernels.delta.triton.walk import Walked, WalkedBack
 # In one stage: Triton 3.6 and 3.7 would pipeline the next states over those that products still
 # read, since sums read them too.
 _ROWS = candidates(config(8, 1), config(4, 1))
-_PAIRS = candidates(config(8, 1), config(4, 2), config(4, 1), sm_90=1, sm_100=1)
+_PAIRS = candidates(config(8, 1), config(4, 2), sm_90=1, sm_100=1)
 _KEYS = candidates(config(8, 1), config(4, 1), sm_90=1, sm_100=1)
 
 

@@ -20,24 +20,12 @@ from longhaul.kernels.common.triton.rows import load_rows
 from longhaul.kernels.delta.triton.prepare import Prepared
 from longhaul.kernels.delta.triton.shapes import Shapes
 
-# The first fits every chip.
-_WALK = candidates(
-    config(4, 2, BLOCK_V=16),
-    config(4, 3, BLOCK_V=32),
-    config(4, 3, BLOCK_V=16),
-    sm_90=1,
-    sm_100=1,
-)
-_WALK_BACK = candidates(
-    config(4, 1, BLOCK_V=32),
-    config(4, 2, BLOCK_V=32),
-    config(4, 3, BLOCK_V=16),
-    sm_90=1,
-    sm_100=1,
-)
-# Where a multiprocessor has no room for the tokens of a second step: wide keys, and AMD's chips.
+# The first fits every chip. In one stage ptxas 12.8 assembles wrong code of the walk for Hopper.
+_WALK = candidates(config(4, 2, BLOCK_V=16), config(4, 3, BLOCK_V=16), sm_90=1, sm_100=1)
+_WALK_BACK = candidates(config(4, 1, BLOCK_V=16), config(4, 3, BLOCK_V=16), sm_90=1, sm_100=1)
+# Where a multiprocessor has no room for the tokens of two more steps: wide keys, and AMD's chips.
 _SMALL = candidates(config(4, 1, BLOCK_V=16), config(4, 2, BLOCK_V=16), sm_90=1, sm_100=1)
-_MOST_BYTES = 256  # of a key, for two steps
+_MOST_BYTES = 256  # of a key
 
 
 class Walked(NamedTuple):
