@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -95,6 +97,28 @@ def resolve_backend(
         return "triton"
     is_fast = device.type == "cuda" and why_unavailable("triton", device) is None
     return "triton" if is_fast else "torch"
+
+
+def triton_unless(op: str, backend: str, reason: str | None) -> Literal["torch", "triton"]:
+    """Triton if there is no reason against it, else torch; raise if Triton was chosen by name."""
+    if reason is None:
+        return "triton"
+    if backend == "triton":
+        raise cannot_run(backend, reason)
+    _say(op, reason)
+    return "torch"
+
+
+# So that it is called while a graph is traced.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say(op: str, reason: str) -> bool:
+    _log_once(op, reason)
+    return True
+
+
+@lru_cache(maxsize=64)
+def _log_once(op: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("%s runs in torch, not Triton: %s", op, reason)
 
 
 def uses_triton(backend: str, device: torch.device, why_not: str | None) -> bool:

@@ -15,6 +15,7 @@ from longhaul.kernels.backend import (
     Backend,
     cannot_run,
     resolve_backend,
+    triton_unless,
     why_dtype_unsupported,
 )
 from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
@@ -52,7 +53,9 @@ def delta_rule(
 
     Args:
         q, k: queries and keys. Any float dtype; float64 is computed in float64, all others in
-            float32. For β up to 2 the norm of a key must be at most 1, or states can explode.
+            float32, but for Triton's kernels, which multiply bfloat16 and round what they leave to
+            each other (README.md, section 7). For β up to 2 the norm of a key must be at most 1, or
+            states can explode.
         v: values in the dtype of q; G divides H, so consecutive heads of values share keys.
         beta: strength of erasing and writing, usually in [0, 2], in any float dtype. None means
             that nothing is erased: S_t = Diag(e^{g_t}) S_{t−1} + k_t v_tᵀ, gated linear attention.
@@ -230,11 +233,7 @@ def _chunked_backend(
         from longhaul.kernels.delta import triton
 
         reason = triton.why_not(k.shape[3], chunk_size)
-    if reason is None:
-        return "triton"
-    if backend == "triton":
-        raise cannot_run(backend, reason)
-    return "torch"
+    return triton_unless("the delta rule", backend, reason)
 
 
 def _per_document(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -11,7 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_dtype_unsupported
+from longhaul.kernels.backend import (
+    Backend,
+    resolve_backend,
+    triton_unless,
+    why_dtype_unsupported,
+)
 from longhaul.kernels.common.arguments import check_chunk_size, check_flags, check_scale
 from longhaul.kernels.common.offsets import check_offsets, check_packing, has_values
 from longhaul.kernels.power import library, recurrent
@@ -26,6 +30,8 @@ from longhaul.kernels.power.cost import (
 )
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
+
+_OP = "power attention"
 
 
 def power_attention(
@@ -264,7 +270,7 @@ def _backend_for_step(
 ) -> Literal["torch", "triton"]:
     """The backend of a step on a device where Triton runs."""
     if _needs_gradient(q, k, v, *others):
-        return _triton_unless(backend, "its kernel for one token has no backward")
+        return triton_unless(_OP, backend, "its kernel for one token has no backward")
     one_token = PowerCall(
         degree=degree, scale=1.0, normalize=True, output_final_state=True,
         form="chunked", chunk_size=1,
@@ -277,30 +283,8 @@ def _backend_for_call(
 ) -> Literal["torch", "triton"]:
     """The backend of a call on a device where Triton runs."""
     if reason := why_dtype_unsupported(q.dtype):
-        return _triton_unless(backend, reason)
+        return triton_unless(_OP, backend, reason)
     # Triton takes long to import, and may not be installed.
     from longhaul.kernels.power import triton
 
-    return _triton_unless(backend, triton.why_not(call, q.shape[3], v.shape[3], has_state))
-
-
-def _triton_unless(backend: Backend, reason: str | None) -> Literal["torch", "triton"]:
-    """Triton if there is no reason against it, else torch; raise if Triton was chosen by name."""
-    if reason is None:
-        return "triton"
-    if backend == "triton":
-        raise cannot_run(backend, reason)
-    _say(reason)
-    return "torch"
-
-
-# So that it is called while a graph is traced.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _say(reason: str) -> bool:
-    _log_once(reason)
-    return True
-
-
-@lru_cache(maxsize=64)
-def _log_once(reason: str) -> None:
-    logging.getLogger(__name__).warning("power attention runs in torch, not Triton: %s", reason)
+    return triton_unless(_OP, backend, triton.why_not(call, q.shape[3], v.shape[3], has_state))

@@ -84,7 +84,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> FakeTriton:
     monkeypatch.setattr(
         op, "resolve_backend", lambda name, _: "torch" if name == "torch" else "triton"
     )
-    op._log_once.cache_clear()
+    backend._log_once.cache_clear()
     return fake
 
 
@@ -115,9 +115,11 @@ def test_auto_falls_back_and_logs_it_once(
 
 
 def test_a_compiled_call_logs_it_too(kernels: FakeTriton, caplog: pytest.LogCaptureFixture) -> None:
-    choose = inspect.unwrap(op._triton_unless)  # without the checks that pytest adds
+    choose = inspect.unwrap(backend.triton_unless)  # without the checks that pytest adds
     compiled = torch.compile(
-        lambda x: x + len(choose("auto", "it has no degree 12")), fullgraph=True, backend="eager"
+        lambda x: x + len(choose("power attention", "auto", "it has no degree 12")),
+        fullgraph=True,
+        backend="eager",
     )
     with caplog.at_level(logging.WARNING):
         assert compiled(torch.zeros(1)) == len("torch")

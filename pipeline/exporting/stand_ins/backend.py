@@ -15,6 +15,10 @@ def why_dtype_unsupported(dtype: torch.dtype) -> str | None:
     return "an exported model does not carry Triton's kernels"
 
 
+def triton_unless(op: str, backend: str, reason: str | None) -> Literal["torch", "triton"]:
+    return "torch"
+
+
 def uses_triton(backend: str, device: torch.device, why_not: str | None) -> bool:
     return False
 

@@ -1,8 +1,13 @@
 """The Triton kernels of the delta rule, interpreted, against the recurrence in float64."""
 
+import logging
+
 import pytest
 import torch
 from delta_cases import Case
+
+from longhaul.kernels import backend
+from longhaul.kernels.delta import delta_rule, op
 
 CASES = {
     "scalar gates": Case(T=21, B=1, H=2, G=1),
@@ -36,6 +41,22 @@ def test_it_equals_the_definition(case: Case) -> None:
 
 def test_it_takes_chunks_shorter_than_its_blocks() -> None:
     Case(T=21, B=1).check(torch.float32, backend="triton", chunk_size=8)
+
+
+def test_it_says_once_why_it_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K 300 in bfloat16, where "auto" would take Triton's kernels."""
+    backend._log_once.cache_clear()
+    monkeypatch.setattr(op, "resolve_backend", lambda *_: "triton")
+    monkeypatch.setattr(op, "why_dtype_unsupported", lambda _: None)
+    x = torch.randn(1, 3, 1, 300).bfloat16()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            delta_rule(x, x, x, None)
+    assert [record.message for record in caplog.records] == [
+        "the delta rule runs in torch, not Triton: its kernels take K up to 256, found 300"
+    ]
 
 
 @pytest.mark.wide

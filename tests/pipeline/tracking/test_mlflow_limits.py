@@ -7,7 +7,7 @@ import pytest
 from tracked_runs import mlflow_run, started_tracker
 
 from longhaul.datamodules.files.untrusted import copy_regular
-from longhaul.pipeline.tracking.mlflow_limits import clean_name, short_error
+from longhaul.pipeline.tracking.mlflow_limits import clean_name, is_lasting, short_error
 from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
 
 
@@ -28,6 +28,11 @@ def test_names_become_what_mlflow_takes(name: str, wanted: str) -> None:
 
     assert clean_name(name) == wanted
     _validate_metric_name(clean_name(name))
+
+
+def test_a_package_that_is_missing_is_not_waited_for() -> None:
+    assert is_lasting(ModuleNotFoundError("No module named 'mlflow'"))
+    assert not is_lasting(ConnectionError("refused"))
 
 
 def test_the_reason_of_a_failed_request_is_not_cut_off() -> None:
