@@ -4,8 +4,8 @@ Logs are base 2. Where one gate holds for all key channels, the decay between tw
 of their product, and its log a sum of the gates between them. Where each channel has a gate, pairs
 of tokens are taken at the size s = 1, 2, 4, ... at which they are in two halves of a block: then
 the decay is a factor of both tokens, each at most 1. Sums are only added, never subtracted, so a
-gate of 0 needs no case of its own. Matrix units add them, as products with zeros and ones: scans
-would take ten times as long.
+gate of 0 needs no case of its own. With a gate for each channel, matrix units add them, as products
+with zeros and ones.
 """
 
 import triton

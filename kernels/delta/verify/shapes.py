@@ -20,7 +20,7 @@ class Shape:
     K: int
     V: int
     erases: bool = True
-    packed: bool = False  # two documents of odd lengths, with initial and final states
+    packed: bool = False  # two documents, one of an odd length, with initial and final states
 
     @property
     def name(self) -> str:
