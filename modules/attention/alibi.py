@@ -1,7 +1,6 @@
 """ALiBi: softmax attention whose only positions are a bias that falls with distance."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -40,7 +39,7 @@ class Alibi(FusedAttention):
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = super().logits(x)
         position = torch.arange(x.shape[1], dtype=logits.dtype, device=x.device)
-        slopes = _slopes(self.num_heads, logits.dtype, x.device)
+        slopes = alibi_slopes(self.num_heads, x.device).to(logits.dtype)
         return logits - slopes[:, None, None] * (position[:, None] - position)
 
     def mix(
@@ -51,12 +50,6 @@ class Alibi(FusedAttention):
         documents: Documents | None = None,
     ) -> Float[Tensor, "B H T V"]:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        slopes = _slopes(self.num_heads, dtype, q.device)
+        slopes = alibi_slopes(self.num_heads, q.device).to(dtype)
         age = None if documents is None else documents.age
         return masked_softmax(q, cache.k, cache.v, slopes, age)
-
-
-@lru_cache(maxsize=8)
-def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "H"]:
-    """Cached, because every call of flex attention reads the same ones."""
-    return alibi_slopes(num_heads, device).to(dtype)

@@ -21,6 +21,7 @@ from attention_cases import (
     tokens,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -183,6 +184,14 @@ def test_output_has_the_dtype_of_the_input(
     assert y.isfinite().all()
     y, _ = attention.step(tokens(1).to(dtype), state)
     assert y.dtype == dtype
+
+
+def test_slopes_of_a_trace_are_not_remembered() -> None:
+    """`longhaul plan` traces with fake tensors, which no later call in the process may meet."""
+    attention, x = build("alibi", {"heads": 2}).float(), tokens(20).float()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attention(x)
+    assert not isinstance(attention(x)[0], FakeTensor)
 
 
 @every_case_and_learned
