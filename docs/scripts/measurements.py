@@ -69,7 +69,7 @@ def _errors(results: dict[str, Any]) -> list[str]:
     worst: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for one in results.values():
         found = one.get("result") or {}
-        # The delta rule has a page of its own.
+        # Cases of the delta rule and of rotations have no content.
         if "forms" not in found or found["case"].get("content") != "normal":
             continue
         for form, record in found["forms"].items():

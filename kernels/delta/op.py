@@ -53,8 +53,8 @@ def delta_rule(
 
     Args:
         q, k: queries and keys. Any float dtype; float64 is computed in float64, all others in
-            float32, but for Triton's kernels, which multiply bfloat16 and round what they leave to
-            each other (README.md, section 7). For β up to 2 the norm of a key must be at most 1, or
+            float32. Triton's kernels multiply bfloat16 or TF32, and round what they leave to each
+            other (README.md, section 7). For β up to 2 the norm of a key must be at most 1, or
             states can explode.
         v: values in the dtype of q; G divides H, so consecutive heads of values share keys.
         beta: strength of erasing and writing, usually in [0, 2], in any float dtype. None means

@@ -29,9 +29,9 @@ def is_refusal(error: Exception) -> bool:
 def is_lasting(error: Exception) -> bool:
     """Whether the fault is on this machine and lasts, so that another try soon would fail too.
 
-    A file that cannot be read, or that is no database, stays so until somebody mends it.
-    Nor does a package that is missing appear. Libraries derive the errors of servers from OSError
-    too, and a lock of SQLite's is an OperationalError.
+    A file that cannot be read, or that is no database, stays so until somebody mends it; a missing
+    package stays missing. Libraries derive the errors of servers from OSError too, and a lock of
+    SQLite's is an OperationalError.
     """
     own = (OSError, PermissionError, IsADirectoryError, NotADirectoryError, sqlite3.DatabaseError)
     if isinstance(error, ValueError | RuntimeError | ImportError):

@@ -24,8 +24,9 @@ from longhaul.kernels.delta.triton.shapes import Shapes
 _WALK = candidates(config(4, 2, BLOCK_V=16), config(4, 3, BLOCK_V=16), sm_90=1, sm_100=1)
 _WALK_BACK = candidates(config(4, 1, BLOCK_V=16), config(4, 3, BLOCK_V=16), sm_90=1, sm_100=1)
 # Where a multiprocessor has no room for the tokens of two more steps: wide keys, and AMD's chips.
+# The first must not run on Hopper, either.
 _SMALL = candidates(config(4, 1, BLOCK_V=16), config(4, 2, BLOCK_V=16), sm_90=1, sm_100=1)
-_MOST_BYTES = 256  # of a key
+_MOST_BYTES = 256  # of a key, for the others
 
 
 class Walked(NamedTuple):
