@@ -144,6 +144,7 @@ def _delta_prepare_kernel(
             tl.store(inverse_ptr + pairs_at, inverse, mask=is_token[:, None])
             scores = scores.to(scores_ptr.dtype.element_ty)
             tl.store(scores_ptr + pairs_at, scores, mask=is_token[:, None])
+        # Not BLOCK_K: ptxas 12.8 assembles wrong code for Hopper from blocks of 32.
         for first in range(0, K, BLOCK):
             kk = first + tl.arange(0, BLOCK)
             if CHANNELS:
