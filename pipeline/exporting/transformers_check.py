@@ -38,13 +38,13 @@ def load_architecture(folder: Path) -> Any:
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         load: Any = AutoModelForCausalLM.from_pretrained
         return load(folder, dtype=torch.float32, local_files_only=True).eval()
     finally:
         if had_bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()
 
 
 @torch.no_grad()
