@@ -61,9 +61,7 @@ def recurrent_step(
         kv.addcmul_(k_features[..., None], v[:, :, None])
         norm.add_(k_features)
         return out.flatten(1, 2), state
-    after = PowerState(
-        torch.addcmul(kv, k_features[..., None], v[:, :, None]), norm + k_features
-    )
+    after = PowerState(torch.addcmul(kv, k_features[..., None], v[:, :, None]), norm + k_features)
     return out.flatten(1, 2), after
 
 
