@@ -109,11 +109,14 @@ def triton_unless(op: str, backend: str, reason: str | None) -> Literal["torch",
     return "torch"
 
 
-# So that it is called while a graph is traced.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say(op: str, reason: str) -> bool:
     _log_once(op, reason)
     return True
+
+
+# So that it is called while a graph is traced: torch.compiler.assume_constant_result does just
+# this, but imports torch._dynamo first, which takes a second.
+_say._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.muon import Muon
 from longhaul.modules.roles import Role, fused_rows, parameter_roles
 
 _ADAM = "exp_avg", "exp_avg_sq"
@@ -209,6 +208,8 @@ def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
     """The optimizer of all trainable parameters."""
     groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
     if config.name == "muon":
+        from longhaul.modules.muon import Muon  # DTensor takes a second to import
+
         return Muon(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return cls(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)

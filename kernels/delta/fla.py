@@ -35,7 +35,8 @@ def why_unavailable(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the tensors are on {device}"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# torch.compiler.disable would import torch._dynamo here, this one at the first call.
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
 def delta_rule_fla(
     q: Float[Tensor, "B T G K"],
     k: Float[Tensor, "B T G K"],

@@ -35,6 +35,9 @@ def _train(args: argparse.Namespace) -> int:
     axes = sweep_axes(args)
     if axes or args.parallel != 1:
         return _train_sweep(args, axes)
+    from longhaul.pipeline.system.lightning_import import import_lightning
+
+    import_lightning()  # before anything else imports it
     from longhaul.pipeline.planning.capacity import check_capacity
     from longhaul.pipeline.planning.out_of_memory import with_advice
     from longhaul.pipeline.runs.folder import load_run, remember_named

@@ -1,13 +1,13 @@
 """Where Triton and torch.compile keep what they compile, and later load and run."""
 
 import atexit
+import getpass
 import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
-
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from longhaul.kernels.native import cache_folder, who_else_can_change
 
@@ -22,8 +22,18 @@ def compile_caches() -> dict[str, Path]:
     triton = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
     return {
         TRITON: Path(os.environ.get(TRITON) or triton),
-        TORCH: Path(os.environ.get(TORCH) or default_cache_dir()),
+        TORCH: Path(os.environ.get(TORCH) or _default_of_torch()),
     }
+
+
+def _default_of_torch() -> Path:
+    """As torch._inductor.runtime.cache_dir_utils has it, which takes a second to import."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # The system does not know the user.
+        user = f"uid_{os.getuid()}"
+    user = re.sub(r'[\\/:*?"<>|]', "_", user)
+    return Path(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 def use_private_caches() -> None:

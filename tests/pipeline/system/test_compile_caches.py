@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from longhaul.kernels import native
 from longhaul.pipeline.system import compile_caches
@@ -19,6 +20,13 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(folder))
     return folders
+
+
+@pytest.mark.parametrize("user", ["ada", "group\\ada: b"])
+def test_the_default_is_torchs(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compile_caches.TORCH, raising=False)
+    monkeypatch.setenv("LOGNAME", user)
+    assert str(compile_caches.compile_caches()[compile_caches.TORCH]) == default_cache_dir()
 
 
 @pytest.mark.parametrize("variable", [compile_caches.TRITON, compile_caches.TORCH])

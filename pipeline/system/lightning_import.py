@@ -1,0 +1,33 @@
+"""Imports Lightning for a training process, in less than half of the time."""
+
+import importlib
+import importlib.metadata as metadata
+import importlib.util
+from importlib.machinery import ModuleSpec
+
+# torchmetrics, which Lightning imports, imports each of these that is installed, for figures and
+# for metrics of text and sound. Training draws none and computes none.
+_UNUSED = ("matplotlib", "scipy", "transformers")
+
+
+def import_lightning() -> None:
+    """Import Lightning as if these packages were missing: they take most of its time.
+
+    Whoever imports one of them later finds it. torchmetrics alone goes on without them. No other
+    thread may import anything meanwhile.
+    """
+    version, find_spec = metadata.version, importlib.util.find_spec
+
+    def version_of_used(name: str) -> str:
+        if name in _UNUSED:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    def find_used(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name in _UNUSED else find_spec(name, package)
+
+    metadata.version, importlib.util.find_spec = version_of_used, find_used
+    try:
+        importlib.import_module("lightning.pytorch")
+    finally:
+        metadata.version, importlib.util.find_spec = version, find_spec
