@@ -112,8 +112,7 @@ def fields_of_kind(kind: str) -> Fields:
         ValueError: there is no such kind.
     """
     kinds = _kinds_in_sources()
-    if "longhaul.modules.attention" in sys.modules or kinds is None:
-        # Code may have registered kinds that no file has.
+    if kinds is None:
         from longhaul.modules.attention import attention_config
 
         return _fields_of_class(attention_config(kind))
@@ -127,7 +126,7 @@ def fields_of_kind(kind: str) -> Fields:
 def known_kinds() -> list[str]:
     """The kinds there are, sorted."""
     kinds = _kinds_in_sources()
-    if kinds is not None and "longhaul.modules.attention" not in sys.modules:
+    if kinds is not None:
         return sorted(kinds)
     from longhaul.modules.attention import registered_variants
 
@@ -144,7 +143,9 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _kinds_in_sources() -> dict[str, tuple[Path, str]] | None:
-    """File and class of each kind; None if only importing the files can tell."""
+    """File and class of each kind; None where the kinds that were imported tell, or must."""
+    if "longhaul.modules.attention" in sys.modules:
+        return None  # Code may have registered kinds that no file has.
     found: dict[str, tuple[Path, str]] = {}
     for file in sorted((_root() / "modules" / "attention").rglob("*.py")):
         try:

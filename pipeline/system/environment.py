@@ -1,11 +1,12 @@
 """Describes what a run ran on: commit, packages, machine."""
 
-import importlib.metadata
 import inspect
 import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
         "commit": source_commit(),
         "attention_sha256": source_hashes(kinds),
         "python": platform.python_version(),
-        "packages": {
-            package.name: package.version
-            for package in sorted(importlib.metadata.distributions(), key=lambda one: one.name)
-        },
+        "packages": dict(
+            sorted(
+                (one["Name"], one["Version"])
+                for one in map(attrgetter("metadata"), distributions())
+            )
+        ),
         "machine": platform.machine(),
         "system": platform.platform(),
         "processor": _processor(),
