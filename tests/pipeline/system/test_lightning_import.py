@@ -1,4 +1,4 @@
-"""Lightning, imported without what torchmetrics imports for figures and metrics of text and sound."""
+"""Lightning is imported without what torchmetrics imports for figures, text and sound."""
 
 import subprocess
 import sys
