@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from longhaul.kernels.backend import cannot_run
 
@@ -36,7 +37,7 @@ def why_unavailable(device: torch.device) -> str | None:
 
 
 # torch.compiler.disable would import torch._dynamo here, this one at the first call.
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def delta_rule_fla(
     q: Float[Tensor, "B T G K"],
     k: Float[Tensor, "B T G K"],

@@ -18,10 +18,10 @@ def import_lightning() -> None:
     """
     version, find_spec = metadata.version, importlib.util.find_spec
 
-    def version_of_used(name: str) -> str:
-        if name in _UNUSED:
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
+    def version_of_used(distribution_name: str) -> str:
+        if distribution_name in _UNUSED:
+            raise metadata.PackageNotFoundError(distribution_name)
+        return version(distribution_name)
 
     def find_used(name: str, package: str | None = None) -> ModuleSpec | None:
         return None if name in _UNUSED else find_spec(name, package)
