@@ -88,9 +88,9 @@ def with_entries(cls: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
                 raise ValueError(f"{path}.{field.name}: missing, and it has no default")
         return entry(**values)
 
-    found = {}
+    found, hints = {}, typing.get_type_hints(cls)
     for name, value in values.items():
-        entry = entry_class(typing.get_type_hints(cls).get(name))
+        entry = entry_class(hints.get(name))
         if entry is not None and isinstance(value, dict):
             value = {key: built(entry, one, f"{path}{name}.{key}") for key, one in value.items()}
         elif entry is not None and isinstance(value, list):

@@ -67,11 +67,11 @@ def test_a_typed_name_is_read_back_by_all(typed: str, tmp_path: Path) -> None:
     config = load_run_config("run/demo.yaml", [f"name={typed}", f"slurm.account={typed}"])
     written, file = to_yaml(config), tmp_path / "config.yaml"
     file.write_text(written, encoding="utf-8")
-    omegaconf = OmegaConf.to_container(OmegaConf.load(io.StringIO(written)))
-    for read in (yaml.safe_load(written), omegaconf, to_dict(load_run_config(file))):
+    omegaconf, loaded = OmegaConf.load(io.StringIO(written)), load_run_config(file)
+    for read in (yaml.safe_load(written), OmegaConf.to_container(omegaconf), to_dict(loaded)):
         assert read["name"] == typed
         assert read["slurm"]["account"] == (None if typed == "null" else typed)
-    assert load_run_config(file) == load_stored_config(file) == config
+    assert loaded == load_stored_config(file) == config
 
 
 def test_plain_words_are_written_without_quotes() -> None:
