@@ -49,6 +49,8 @@ FLIGHT_RECORD_S = 5.0
 """NCCL's flight record is written while NCCL hangs."""
 
 # Tracking.
+FIRST_UPLOAD_S = 10.0
+"""To import MLflow takes seconds, in which a first update would run at half of its speed."""
 UPLOAD_EVERY_S = 2.0
 SYSTEM_METRICS_EVERY_S = 10.0
 MAX_BACKOFF_S = 30.0

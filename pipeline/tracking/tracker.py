@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longhaul.pipeline.system.waiting import (
+    FIRST_UPLOAD_S,
     MAX_BACKOFF_S,
     SLOW_UPLOAD_S,
     SYSTEM_METRICS_EVERY_S,
@@ -95,6 +96,7 @@ class Tracker:
         self._monitors: list[Any] = []
         self._next_system_metrics = 0.0
         self._failure: str | None = None
+        self._has_values = threading.Event()  # or the run ends
         self._stop = threading.Event()
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._upload_repeatedly, name="mlflow", daemon=True)
@@ -130,6 +132,7 @@ class Tracker:
             values: metrics by the full name that MLflow shows, such as "curves/train_loss".
         """
         self._journal.append(kind, step, values)
+        self._has_values.set()
 
     def sync(self) -> None:
         """Flush what was logged to disk. Called before a checkpoint of the same step is saved."""
@@ -174,6 +177,7 @@ class Tracker:
             self._journal.add("status", status=status)
         self._deadline = time.monotonic() + timeout_s
         self._stop.set()
+        self._has_values.set()
         if self._thread.ident is None:  # never started, so what MLflow has is unknown
             self._journal.close()
             return False
@@ -205,7 +209,12 @@ class Tracker:
         return str(path.absolute().relative_to(self._run_dir))
 
     def _upload_repeatedly(self) -> None:
-        """The thread: upload and wait in turn, with longer waits while MLflow is unavailable."""
+        """The thread: upload and wait in turn, with longer waits while MLflow is unavailable.
+
+        A training's first update comes before the first upload, unless it takes long.
+        """
+        if self._is_training:
+            self._has_values.wait(FIRST_UPLOAD_S)
         backoff = 0.0
         while True:
             # Read before the upload, so that the last upload includes all that was logged before

@@ -10,6 +10,7 @@ from longhaul.pipeline.tracking import tracker as tracker_module
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "FIRST_UPLOAD_S", 0.05)
     monkeypatch.setattr(tracker_module, "UPLOAD_EVERY_S", 0.05)
     monkeypatch.setattr(tracker_module, "MAX_BACKOFF_S", 0.1)
 
