@@ -28,8 +28,7 @@ demo-sources: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo-sources.sh
 
 # One thread per process: two processes with two OpenMP threads each, on two cores, wait for each other.
-# Four workers share two cores, since many tests mostly wait: with three, the cores are idle a third
-# of the time.
+# Four workers share two cores, since many tests mostly wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # The checks run beside the tests.

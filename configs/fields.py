@@ -143,7 +143,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _kinds_in_sources() -> dict[str, tuple[Path, str]] | None:
-    """File and class of each kind; None where the kinds that were imported tell, or must."""
+    """File and class of each kind; None once kinds are imported, or if only that can tell."""
     if "longhaul.modules.attention" in sys.modules:
         return None  # Code may have registered kinds that no file has.
     found: dict[str, tuple[Path, str]] = {}

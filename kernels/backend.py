@@ -114,8 +114,8 @@ def _say(op: str, reason: str) -> bool:
     return True
 
 
-# So that it is called while a graph is traced: torch.compiler.assume_constant_result does just
-# this, but imports torch._dynamo first, which takes a second.
+# So that `_say` is called while a graph is traced. torch.compiler.assume_constant_result does the
+# same, but imports torch._dynamo first, which takes a second.
 _say._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

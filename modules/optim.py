@@ -208,7 +208,8 @@ def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
     """The optimizer of all trainable parameters."""
     groups, betas = parameter_groups(model, config), (config.beta1, config.beta2)
     if config.name == "muon":
-        from longhaul.modules.muon import Muon  # DTensor takes a second to import
+        # Here: reading a config needs not wait for DTensor, which takes a second to import.
+        from longhaul.modules.muon import Muon
 
         return Muon(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam

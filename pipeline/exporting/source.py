@@ -11,7 +11,6 @@ class has the same module.
 """
 
 import ast
-import functools
 import hashlib
 import re
 import sys
@@ -107,7 +106,7 @@ class _Code:
         text = self._source(module)
         lines = [f"{line}\n" for line in text.rstrip("\n").split("\n")]
         changes: list[tuple[Import, list[str]]] = []
-        for node in _imports(text):
+        for node in _imports(ast.parse(text)):
             new = self._rewritten(node, module)
             if new is not None:
                 changes.append((node, new))
@@ -218,18 +217,13 @@ def _copied(module: str) -> str:
     return _STAND_INS.get(module, module)
 
 
-@functools.cache
-def _imports(text: str) -> list[Import]:
-    """All imports of a source but those in a `try`, which the module can do without."""
-
-    def below(tree: ast.AST) -> Iterator[Import]:
-        for node in ast.iter_child_nodes(tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                yield node
-            elif not isinstance(node, ast.Try):
-                yield from below(node)
-
-    return list(below(ast.parse(text)))
+def _imports(tree: ast.AST) -> Iterator[Import]:
+    """All imports but those in a `try`, which the module can do without."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif not isinstance(node, ast.Try):
+            yield from _imports(node)
 
 
 def _spec(module: str) -> ModuleSpec | None:

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,13 @@ def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
         kinds: the attention variants whose sources are identified.
     """
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    # A package's own `name` and `version` would read its metadata again.
+    packages = sorted((one.metadata for one in distributions()), key=itemgetter("Name"))
     return {
         "commit": source_commit(),
         "attention_sha256": source_hashes(kinds),
         "python": platform.python_version(),
-        "packages": dict(
-            sorted(
-                (one["Name"], one["Version"])
-                for one in map(attrgetter("metadata"), distributions())
-            )
-        ),
+        "packages": {one["Name"]: one["Version"] for one in packages},
         "machine": platform.machine(),
         "system": platform.platform(),
         "processor": _processor(),

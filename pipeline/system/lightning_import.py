@@ -6,15 +6,16 @@ import importlib.util
 from importlib.machinery import ModuleSpec
 
 # torchmetrics, which Lightning imports, imports each of these that is installed, for figures and
-# for metrics of text and sound. Training draws none and computes none.
+# for metrics of text and sound, which nothing of ours uses.
 _UNUSED = ("matplotlib", "scipy", "transformers")
 
 
 def import_lightning() -> None:
     """Import Lightning as if these packages were missing: they take most of its time.
 
-    Whoever imports one of them later finds it. torchmetrics alone goes on without them. No other
-    thread may import anything meanwhile.
+    Whoever imports one of them later finds it. What asks lightning_utilities whether it is
+    installed, as torchmetrics does, is told for as long as the process lives that it is not. No
+    other thread may import anything meanwhile.
     """
     version, find_spec = metadata.version, importlib.util.find_spec
 

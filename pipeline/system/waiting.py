@@ -11,8 +11,8 @@ UPLOAD_S = 30.0
 """The end of a run waits for MLflow. The next start sends what MLflow has not taken by then."""
 SLOW_UPLOAD_S = 120.0
 """Added to UPLOAD_S for a finished run: importing MLflow can take long on a busy machine."""
-FAILURE_UPLOAD_S = 10.0
-"""As UPLOAD_S, for a run that failed."""
+FAILURE_UPLOAD_S = 30.0
+"""As UPLOAD_S, for a run that failed, which may have been before MLflow was imported."""
 EVALUATION_UPLOAD_S = 60.0
 """As UPLOAD_S, for `longhaul evaluate`, which no scheduler is about to end."""
 DISCONNECT_S = 30
@@ -50,7 +50,10 @@ FLIGHT_RECORD_S = 5.0
 
 # Tracking.
 FIRST_UPLOAD_S = 10.0
-"""To import MLflow takes seconds, in which a first update would run at half of its speed."""
+"""So long the first upload of a training waits for a first recorded value.
+
+To import MLflow takes seconds of processor time, during which Python runs other threads less.
+"""
 UPLOAD_EVERY_S = 2.0
 SYSTEM_METRICS_EVERY_S = 10.0
 MAX_BACKOFF_S = 30.0

@@ -96,7 +96,7 @@ class Tracker:
         self._monitors: list[Any] = []
         self._next_system_metrics = 0.0
         self._failure: str | None = None
-        self._has_values = threading.Event()  # or the run ends
+        self._may_upload = threading.Event()
         self._stop = threading.Event()
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._upload_repeatedly, name="mlflow", daemon=True)
@@ -132,7 +132,7 @@ class Tracker:
             values: metrics by the full name that MLflow shows, such as "curves/train_loss".
         """
         self._journal.append(kind, step, values)
-        self._has_values.set()
+        self._may_upload.set()
 
     def sync(self) -> None:
         """Flush what was logged to disk. Called before a checkpoint of the same step is saved."""
@@ -177,7 +177,7 @@ class Tracker:
             self._journal.add("status", status=status)
         self._deadline = time.monotonic() + timeout_s
         self._stop.set()
-        self._has_values.set()
+        self._may_upload.set()
         if self._thread.ident is None:  # never started, so what MLflow has is unknown
             self._journal.close()
             return False
@@ -211,10 +211,10 @@ class Tracker:
     def _upload_repeatedly(self) -> None:
         """The thread: upload and wait in turn, with longer waits while MLflow is unavailable.
 
-        A training's first update comes before the first upload, unless it takes long.
+        The first recorded value of a training comes before the first upload, unless it takes long.
         """
         if self._is_training:
-            self._has_values.wait(FIRST_UPLOAD_S)
+            self._may_upload.wait(FIRST_UPLOAD_S)
         backoff = 0.0
         while True:
             # Read before the upload, so that the last upload includes all that was logged before

@@ -31,7 +31,7 @@ def step(
         held = (k[:, :, None] @ state)[:, :, 0]  # (B, H, V)
         v = beta[..., None] * (v - held)
     column, row = k[..., None], v[:, :, None]
-    state = state.addcmul_(column, row) if inplace else state + column * row
+    state = state.addcmul_(column, row) if inplace else torch.addcmul(state, column, row)
     return (scale * q[:, :, None] @ state)[:, :, 0], state
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from longhaul.kernels.delta.verify.cases import DeltaCase, Runner
-from longhaul.kernels.verify.candidates import MOST_CANDIDATES
+from longhaul.kernels.delta.verify.shapes import NUM_CANDIDATES
 from longhaul.kernels.verify.cases import DTYPES
 
 BACKENDS: tuple[Runner, ...] = ("torch", "triton")
@@ -75,7 +75,7 @@ def candidate_cases() -> list[DeltaCase]:
             "triton",
             "bfloat16",
         )
-        for index in range(MOST_CANDIDATES)
+        for index in range(NUM_CANDIDATES)
         for case in cases
     ]
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.triton.launch import Candidates
 from longhaul.kernels.delta import op
-from longhaul.kernels.delta.verify import catalogue, tasks
+from longhaul.kernels.delta.triton import gradients, prepare, read, walk
+from longhaul.kernels.delta.verify import catalogue, shapes, tasks
 from longhaul.kernels.delta.verify.cases import DeltaCase
 from longhaul.kernels.verify.cases import DTYPES, check
 
@@ -17,6 +19,14 @@ CPU = torch.device("cpu")
 
 def records_of(case: DeltaCase) -> list[dict[str, Any]]:
     return check(case.shrunk(40, 8), CPU, case.backend(CPU))
+
+
+def test_every_configuration_of_each_kernel_is_checked() -> None:
+    values = (one for module in (gradients, prepare, read, walk) for one in vars(module).values())
+    counts = {len(one.configs) for one in values if isinstance(one, Candidates)}
+    assert counts == {shapes.NUM_CANDIDATES}
+    checked = {case.candidate for case in catalogue.candidate_cases()}
+    assert checked == set(range(shapes.NUM_CANDIDATES))
 
 
 def test_a_check_compares_outputs_states_and_every_gradient() -> None:

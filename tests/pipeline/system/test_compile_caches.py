@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -22,10 +23,13 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("user", ["ada", "group\\ada: b"])
-def test_the_default_is_torchs(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("user", ["ada", "group\\ada: b", None])
+def test_the_default_is_torchs(user: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(compile_caches.TORCH, raising=False)
-    monkeypatch.setenv("LOGNAME", user)
+    if user is None:
+        monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError))
+    else:
+        monkeypatch.setenv("LOGNAME", user)
     assert str(compile_caches.compile_caches()[compile_caches.TORCH]) == default_cache_dir()
 
 

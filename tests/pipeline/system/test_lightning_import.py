@@ -5,8 +5,11 @@ import sys
 
 TRY = """
 import importlib.util, sys
+import longhaul.pipeline.commands.train
 from longhaul.pipeline.system.lightning_import import import_lightning
+assert "lightning" not in sys.modules
 import_lightning()
+import longhaul.pipeline.training.run
 print(*(name for name in ("matplotlib", "scipy", "transformers") if name in sys.modules))
 assert importlib.util.find_spec("scipy") is not None
 import lightning.pytorch, scipy.signal, torchmetrics

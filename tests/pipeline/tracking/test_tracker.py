@@ -16,6 +16,7 @@ import pytest
 from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
 from longhaul.datamodules.named import remember
+from longhaul.pipeline.tracking import tracker as tracker_module
 from longhaul.pipeline.tracking.metrics_journal import Dataset, JournalError, read_lines
 from longhaul.pipeline.tracking.mlflow_run import load_mlflow
 from longhaul.pipeline.tracking.tracker import Tracker
@@ -31,6 +32,24 @@ def test_importing_and_constructing_does_not_import_mlflow(run_dir: Path) -> Non
         "assert 'mlflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script, str(run_dir)], check=True, cwd=run_dir)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_the_first_upload_waits_for_a_value_or_the_end(
+    run_dir: Path, store: str, quick: None, monkeypatch: pytest.MonkeyPatch, logs: bool
+) -> None:
+    monkeypatch.setattr(tracker_module, "FIRST_UPLOAD_S", 600)
+    tracker = started_tracker(run_dir, store)
+    time.sleep(0.2)
+    assert tracker.run_id is None
+    if logs:
+        tracker.log("train", 1, {"loss": 1.0})
+        deadline = time.monotonic() + 60
+        while tracker.run_id is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert tracker.finish("FINISHED", timeout_s=60)
+    assert mlflow_run(store, run_dir).info.status == "FINISHED"
 
 
 def test_everything_logged_is_in_mlflow_after_finish(store: str, run_dir: Path) -> None:
