@@ -5,7 +5,6 @@ import difflib
 import functools
 import importlib
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import longhaul
 from longhaul.datamodules.files.atomic import FULL
+from longhaul.pipeline.system.open_files import check_open_files
 from longhaul.pipeline.terminal.output import message, plain_terminal
 
 # A command's module is imported only when it runs: torch and mlflow take seconds to import, and
@@ -43,9 +43,6 @@ COMMANDS = {
 
 # By these names torch takes settings of a GPU's memory, which count from the first tensor there on.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-# A run has shards, pipes of data workers, sockets, and the files of its database open.
-_FEWEST_FILES = 128
 
 
 class _Parser(argparse.ArgumentParser):
@@ -158,17 +155,8 @@ def _run(arguments: list[str]) -> int:
     # Intermixed, because values such as model.width=64 may come before or after options.
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
     parsed = parse(rest)
-    _check_open_files()
+    check_open_files()
     return int(module.main(parsed))
-
-
-def _check_open_files() -> None:
-    """Refuse a limit under which threads and helper processes would fail, each in its own words."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < _FEWEST_FILES:
-        raise RuntimeError(
-            f"found a limit of {limit} open files, wanted {_FEWEST_FILES} or more: ulimit -n"
-        )
 
 
 def _summary() -> str:

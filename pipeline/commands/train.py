@@ -42,11 +42,13 @@ def _train(args: argparse.Namespace) -> int:
     from longhaul.pipeline.planning.out_of_memory import with_advice
     from longhaul.pipeline.runs.folder import load_run, remember_named
     from longhaul.pipeline.runs.named_keys import TRAINED
+    from longhaul.pipeline.system.open_files import check_open_files
     from longhaul.pipeline.training.post_mortem import OutOfGpuMemory
     from longhaul.pipeline.training.run import train
 
     config = load_run(args.config, args.overrides)
     check_capacity(config)
+    check_open_files(config.trainer.world_size)
     remember_named(config, args.config, args.overrides, TRAINED)
     try:
         return train(config)

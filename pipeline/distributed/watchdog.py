@@ -279,11 +279,12 @@ class Watchdog:
 
     def _read_heartbeats(self) -> None:
         """Note each other rank's heartbeat, and how often it was the same."""
-        for rank in range(1, self._world_size):
-            key = f"longhaul/rank{rank}"
-            if not self._store.check([key]):
-                continue
-            text = self._store.get(key).decode()
+        keys = {rank: f"longhaul/rank{rank}" for rank in range(1, self._world_size)}
+        if len(self._heartbeats) < len(keys):  # multi_get would wait for those that are missing
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        # One request, whatever the number of ranks.
+        texts = self._store.multi_get(list(keys.values())) if keys else []
+        for rank, text in zip(keys, map(bytes.decode, texts), strict=True):
             last, times = self._heartbeats.get(rank, ("", 0))
             self._heartbeats[rank] = text, times + 1 if text == last else 0
 

@@ -280,7 +280,7 @@ def test_too_few_open_files_are_refused_before_anything_is_opened(
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda what: (20, 20))
     assert main(["train", "run/demo.yaml"]) == 1
-    told = "longhaul: found a limit of 20 open files, wanted 128 or more: ulimit -n\n"
+    told = "longhaul: found a limit of 20 open files, wanted 128 or more: ulimit -Hn\n"
     assert capsys.readouterr().err == told
 
 
