@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 MOST_CANDIDATES = 3
-"""The largest number of configurations that one of the op's kernels has to choose from."""
+"""The largest number of configurations that a kernel of power attention has to choose from."""
 
 
 def with_candidate(index: int | None) -> AbstractContextManager[None]:
