@@ -113,7 +113,7 @@ class Cluster:
             raise
 
     def run(
-        self, *command: str, check: bool = True, cwd: Path | None = None, seconds: float = 60
+        self, *command: str, check: bool = True, cwd: Path | None = None, seconds: float = 120
     ) -> "subprocess.CompletedProcess[str]":
         """Run a command outside of any job, for so long at most."""
         done = subprocess.run(

@@ -266,8 +266,9 @@ def test_a_large_job_is_accepted(
 
 
 def test_a_job_that_cannot_fit_is_refused(work: Work) -> None:
-    # 8 layers of 16,384 hold 26 billion parameters; one A100 has 80 GB.
-    large = ["model.layers=8", "model.width=16384", "model.heads=128", "slurm.gpu=a100"]
+    # 2 layers of 16,384 hold 6.5 billion parameters, which take 103 GB with gradients and moments;
+    # one A100 has 80 GB.
+    large = ["model.layers=2", "model.width=16384", "model.heads=128", "slurm.gpu=a100"]
     done = work.submit(*ONE_TASK, *large, check=False)
     assert done.returncode == 2
     assert "does not fit" in done.stderr
