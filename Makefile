@@ -28,19 +28,19 @@ demo-sources: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo-sources.sh
 
 # One thread per process: two processes with two OpenMP threads each, on two cores, wait for each other.
-# Four workers share two cores, since many tests mostly wait.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+# Four workers share two cores, since many tests mostly wait; three where more of them compute.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 
 # The checks run beside the tests.
 test: setup
 	$(MAKE) --no-print-directory -j 2 check tests
 
 tests:
-	$(PYTEST) -m 'not wide and not soak and not gpu'
+	$(PYTEST) -n 4 -m 'not wide and not soak and not gpu'
 
 # What `make test` leaves out: more shapes, strategies and kills.
 test-all: setup
-	$(PYTEST) -m 'wide and not soak and not gpu'
+	$(PYTEST) -n 3 -m 'wide and not soak and not gpu'
 
 check: setup
 	$(BIN)/ruff check .

@@ -38,7 +38,7 @@ def test_compiled_blocks_are_one_graph_that_computes_the_same_gradients(
     """With `num_packed`, over so many batches whose documents begin elsewhere each time."""
     code = f"import runpy; runpy.run_path({str(COMPILED)!r}, run_name='__main__')"
     process = fork(code, tmp_path, backend, str(num_packed), *kinds)
-    out, error = process.communicate()
+    out, error = process.communicate(timeout=300)  # every kind, fifty times
     assert process.returncode == 0, error
     for kind, line in zip(kinds, out.splitlines(), strict=True):
         found = json.loads(line)
