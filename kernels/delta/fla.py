@@ -36,8 +36,8 @@ def why_unavailable(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the tensors are on {device}"
 
 
-# What torch itself uses: torch.compiler.disable would import torch._dynamo here, which takes a
-# second, not at the first call.
+# torch.compiler.disable would import torch._dynamo here, which takes a second. This form, which
+# torch itself uses, imports it at the first call.
 @_disable_dynamo
 def delta_rule_fla(
     q: Float[Tensor, "B T G K"],

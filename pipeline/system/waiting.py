@@ -50,9 +50,9 @@ FLIGHT_RECORD_S = 5.0
 
 # Tracking.
 FIRST_UPLOAD_S = 10.0
-"""So long the first upload of a training waits for a first recorded value.
+"""The first upload of a training waits this long for a first recorded value.
 
-To import MLflow takes seconds of processor time, during which Python runs other threads less.
+Importing MLflow takes seconds of processor time, and slows all other threads meanwhile.
 """
 UPLOAD_EVERY_S = 2.0
 SYSTEM_METRICS_EVERY_S = 10.0
