@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from longhaul.pipeline.distributed import watchdog
 from longhaul.pipeline.distributed.watchdog import Watchdog
@@ -203,3 +204,18 @@ def test_a_process_that_was_stopped_for_a_while_goes_on(
     first._check_progress()
     assert caplog.messages == [f"rank 0 was stopped for {seconds - 1:.0f} s, and goes on"]
     assert not first.ends
+
+
+def test_each_rank_has_the_heartbeat_that_it_sent() -> None:
+    one = Watchdog.__new__(Watchdog)  # without its threads
+    one._store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    one._world_size, one._heartbeats = 4, {}
+    one._store.set("longhaul/rank2", "b")
+    one._read_heartbeats()
+    assert one._heartbeats == {2: ("b", 0)}
+    for rank, text in ((1, "a"), (3, "c")):
+        one._store.set(f"longhaul/rank{rank}", text)
+    one._read_heartbeats()
+    one._store.set("longhaul/rank3", "d")
+    one._read_heartbeats()
+    assert one._heartbeats == {1: ("a", 1), 2: ("b", 2), 3: ("d", 0)}
