@@ -114,5 +114,7 @@ class FSDP2(Resumable, LaunchesRanks, ModelParallelStrategy):
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         root = cast(FSDPModule, cast(Pretraining, self.model).model)
-        root.set_requires_gradient_sync(is_last)
+        # Each micro-batch's gradients are scattered over the shards, since whole ones would need
+        # memory for the whole model. Copies of the model wait for the last micro-batch.
+        root.set_requires_all_reduce(is_last)
         return nullcontext()

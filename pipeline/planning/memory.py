@@ -273,7 +273,7 @@ def _update(
         for micro_batch in range(micro_batches):
             is_last = micro_batch == micro_batches - 1
             if isinstance(model, FSDPModule):
-                cast(FSDPModule, model).set_requires_gradient_sync(is_last)
+                cast(FSDPModule, model).set_requires_all_reduce(is_last)
             before = tracker.communicated_bytes
             rows = config.trainer.micro_batch
             tokens, target = torch.zeros(2, rows, length, dtype=torch.int64)
@@ -284,7 +284,8 @@ def _update(
             model.loss(tokens, target, is_first=is_first).backward()
             del tokens, target, is_first
             if not is_last:
-                # FSDP keeps unsharded gradients here, which are no parameter's `.grad`.
+                # FSDP keeps here what copies of the model have not reduced, which is no
+                # parameter's `.grad`.
                 tracker.reassign("activations", "gradients")
             communicated.append(tracker.communicated_bytes - before)
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.gradient_clip or math.inf)

@@ -122,14 +122,15 @@ def test_a_block_is_one_graph_where_fsdp_gathers_gates_and_rates_in_float32(
 # Weights in float32 take the way of bf16, but round nothing.
 TWO_RANKS = """
 import sys
+from types import SimpleNamespace
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
-from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
+from longhaul.pipeline.distributed.blocks import device_mesh, prepare_blocks, shard
+from longhaul.pipeline.distributed.strategies import FSDP2
 
 meeting, rank = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
@@ -140,24 +141,30 @@ config = LanguageModelConfig(
     layer_attention={"0": attention_config("zeros")(initial_state="learned")},
 )
 torch.manual_seed(0)
-whole, sharded = LanguageModel(config), LanguageModel(config)
-sharded.load_state_dict(whole.state_dict())
-names = list(whole.state_dict())
-prepare_blocks(sharded, checkpoint_every=2, compiled=False)
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-shard(sharded, mesh, MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False))
-assert list(sharded.state_dict()) == names
+whole = LanguageModel(config)
 rows = torch.randint(64, (2, 2, 1, 40))
-for number, (first, second) in enumerate(rows):
-    for row in (first, second):
-        (whole.loss(row, row.roll(1)) / 4).backward()
-    row = (first, second)[rank]
-    sharded.set_requires_gradient_sync(number == 1)
-    (sharded.loss(row, row.roll(1)) / 2).backward()
-for (name, one), other in zip(whole.named_parameters(), sharded.parameters(), strict=True):
-    torch.testing.assert_close(
-        other.grad.full_tensor(), one.grad, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name} {text}"
-    )
+for row in rows.flatten(0, 1):
+    (whole.loss(row, row.roll(1)) / 4).backward()
+for replicas in (1, 2):
+    sharded = LanguageModel(config)
+    sharded.load_state_dict(whole.state_dict())
+    prepare_blocks(sharded, checkpoint_every=2, compiled=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
+    shard(sharded, device_mesh("cpu", 2, replicas), policy)
+    assert list(sharded.state_dict()) == list(whole.state_dict())
+    strategy = SimpleNamespace(model=SimpleNamespace(model=sharded))
+    for number, (first, second) in enumerate(rows):
+        row = (first, second)[rank]
+        with FSDP2.accumulating(strategy, is_last=number == 1):
+            (sharded.loss(row, row.roll(1)) / 2).backward()
+        # Shards of gradients exist after each micro-batch; copies of the model wait for the last.
+        is_complete = replicas == 1 or number == 1
+        assert all((weight.grad is not None) == is_complete for weight in sharded.parameters())
+    for (name, one), other in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(
+            other.grad.full_tensor(), one.grad, rtol=1e-3, atol=1e-6,
+            msg=lambda text: f"{replicas} {name} {text}",
+        )
 dist.destroy_process_group()
 """
 

@@ -64,7 +64,7 @@ def train(config: RunConfig, strategy: str, updates: int) -> None:
         for micro_batch in range(config.accumulation):
             is_last = micro_batch == config.accumulation - 1
             if strategy == "fsdp":
-                model.set_requires_gradient_sync(is_last)
+                model.set_requires_all_reduce(is_last)
             shape = 2, config.trainer.micro_batch, config.data.context
             is_first = torch.rand(shape[1:]) < 0.01
             with loss.no_sync() if strategy == "ddp" and not is_last else nullcontext():
