@@ -452,6 +452,16 @@ class Float32Parameters(nn.Module):
     """
 
 
+def float32_weights(module: nn.Module) -> set[nn.Parameter]:
+    """The weights of all `Float32Parameters` in a module."""
+    return {
+        weight
+        for part in module.modules()
+        if isinstance(part, Float32Parameters)
+        for weight in part.parameters()
+    }
+
+
 def product_flops(module: nn.Module) -> int:
     """FLOPs of one row's products with all weights of a module; a multiply-add counts as two."""
     return sum(

@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a saved state; prompts follow the text that it has read",
     )
     parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights and activations: with bfloat16 a token reads half as much of a GPU's "
+        "memory; rates and gates that are summed over tokens stay in float32 (%(default)s)",
+    )
+    parser.add_argument(
         "--state-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
@@ -72,6 +79,7 @@ def main(args: argparse.Namespace) -> int:
         seed=args.seed,
         stop=args.stop,
         state=args.state,
+        has_bfloat16_weights=args.dtype == "bfloat16",
         has_bfloat16_state=args.state_dtype == "bfloat16",
         save_state=args.save_state,
     )

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.configs.schema import TrainerConfig
-from longhaul.modules.attention.base import Float32Parameters
+from longhaul.modules.attention.base import float32_weights
 from longhaul.modules.language_model import LanguageModel
 
 
@@ -81,24 +80,15 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
     one unit of all blocks. It is gathered before the first block and kept, so that each block is
     compiled as one graph: gathering inside of a block would cut it.
     """
-    if policy.param_dtype is not None and (float32 := _float32_weights(model.blocks)):
+    if policy.param_dtype is not None and (float32 := float32_weights(model.blocks)):
         others = set(model.blocks.parameters()) - float32
         # Before the blocks, because fully_shard skips modules that are sharded already.
         fully_shard(model.blocks, mesh=mesh, reshard_after_forward=False, ignored_params=others)
     for block in model.blocks:
         # Looked for again, because sharding has replaced them.
-        ignored = _float32_weights(block) if policy.param_dtype is not None else None
+        ignored = float32_weights(block) if policy.param_dtype is not None else None
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # The root stays gathered after its forward, because the loss needs the embedding once more.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Training calls this method in place of `forward`, which would hold all logits.
     register_fsdp_forward_method(model, "activations")
-
-
-def _float32_weights(module: nn.Module) -> set[nn.Parameter]:
-    return {
-        weight
-        for part in module.modules()
-        if isinstance(part, Float32Parameters)
-        for weight in part.parameters()
-    }

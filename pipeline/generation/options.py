@@ -22,6 +22,7 @@ class GenerationOptions:
     seed: int
     stop: Sequence[str]
     state: Path | None
+    has_bfloat16_weights: bool
     has_bfloat16_state: bool
     save_state: Path | None
 

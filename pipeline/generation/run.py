@@ -6,6 +6,7 @@ from typing import cast
 import torch
 
 from longhaul.datamodules.decoding import StoppingDecoder
+from longhaul.modules.attention.base import float32_weights
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
@@ -26,6 +27,14 @@ def check_state_dtype(model: LanguageModel) -> None:
             )
 
 
+def round_weights(model: LanguageModel) -> None:
+    """Make all weights bfloat16, in place, but those that a module uses in float32 only."""
+    kept = float32_weights(model)
+    for weight in model.parameters():
+        if weight not in kept:
+            weight.data = weight.data.bfloat16()
+
+
 def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     """Print each prompt and its continuation.
 
@@ -36,6 +45,8 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     """
     if options.has_bfloat16_state:
         check_state_dtype(trained.model)
+    if options.has_bfloat16_weights:
+        round_weights(trained.model)
     model_origin = origin(trained)
     prompts = options.prompts or [""]
     corpus = trained.corpus
