@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.distributed as dist
 from pydantic import Field
 
 from longhaul.datamodules.files.atomic import flush, write_atomically
@@ -22,11 +24,12 @@ from longhaul.datamodules.files.untrusted import (
     sha256_of,
 )
 from longhaul.pipeline.checkpoints.tensor_header import read_header
+from longhaul.pipeline.checkpoints.together import ask_first_rank, gather, place_in
 
 FORMAT = 3
 CHECKSUMS = "checksums.json"
 STATE = "state.json"
-_TENSOR_FILE = re.compile(r"([a-z]+)-\d{5,}-\d{3,}\.safetensors")
+_TENSOR_FILE = re.compile(r"([a-z]+)-(\d{5,})-\d{3,}\.safetensors")
 # Room for the files of 10,000 ranks.
 _MOST_CHECKSUMS_BYTES = 4 << 20
 
@@ -71,32 +74,66 @@ def write_state_and_checksums(
     flush(folder)
 
 
-def verify(path: Path, only: Collection[str] | None = None) -> list[str]:
+def verify(
+    path: Path,
+    only: Collection[str] | None = None,
+    rank_group: dist.ProcessGroup | None = None,
+) -> list[str]:
     """Compare a checkpoint's files with its checksums, and return the names of the files compared.
 
     Args:
         path: a checkpoint folder.
         only: hash only these groups of tensors, and state.json. None hashes all files.
+        rank_group: process group of the ranks that all call this, each of which hashes a share of
+            the files. None for one process, which hashes all.
 
     Raises:
-        CheckpointError: naming the first file that is missing or damaged.
+        CheckpointError: on all ranks, naming the first file that is missing or damaged.
     """
+    checksums = ask_first_rank(rank_group, partial(_checksums_of, path, only))
+    share = _share(checksums, *place_in(rank_group))
+    damage: tuple[int, str] | None = None
+    for number, (name, expected) in enumerate(checksums.items()):
+        try:
+            if name in share:
+                _verify_file(path / name, expected)
+        except (OSError, ValueError) as error:
+            damage = number, f"{name}: {reason(error)}"
+            break
+    found = [one for one in gather(rank_group, damage) if one is not None]
+    if found:
+        raise CheckpointError(f"checkpoint {path} is damaged: {min(found)[1]}")
+    return list(checksums)
+
+
+def _checksums_of(path: Path, only: Collection[str] | None) -> dict[str, _Checksum]:
+    """The checksums of a checkpoint's files: of these groups of tensors, or of all."""
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} is not a folder")
     checksums = _read_checksums(path)
-    if only is not None:
-        if missing := set(only) - {_group(name) for name in checksums}:
-            raise CheckpointError(f"checkpoint {path} has no {', '.join(sorted(missing))}")
-        wanted = {*only, None}
-        checksums = {name: entry for name, entry in checksums.items() if _group(name) in wanted}
-    for name, expected in checksums.items():
-        try:
-            _verify_file(path / name, expected)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name}: {reason(error)}"
-            ) from error
-    return list(checksums)
+    if only is None:
+        return checksums
+    if missing := set(only) - {_group(name) for name in checksums}:
+        raise CheckpointError(f"checkpoint {path} has no {', '.join(sorted(missing))}")
+    wanted = {*only, None}
+    return {name: entry for name, entry in checksums.items() if _group(name) in wanted}
+
+
+def _share(checksums: Mapping[str, _Checksum], rank: int, count: int) -> set[str]:
+    """The files that one of `count` ranks hashes: as many bytes as any other, up to one file.
+
+    The files are in the order of the ranks that wrote them. So as many ranks as then hash their own
+    files, which they read next: by then these are in the memory of their machine.
+    """
+    total = sum(entry.bytes for entry in checksums.values())
+    share, before = set(), 0
+    for name in sorted(checksums, key=_writer):
+        size = checksums[name].bytes
+        # The part of the whole in which the file's middle lies. What is empty may lie at its end.
+        if min((2 * before + size) * count // max(1, 2 * total), count - 1) == rank:
+            share.add(name)
+        before += size
+    return share
 
 
 def _read_checksums(path: Path) -> dict[str, _Checksum]:
@@ -154,6 +191,12 @@ def _group(name: str) -> str | None:
     """The group of tensors that a file holds, None for state.json."""
     match = _TENSOR_FILE.fullmatch(name)
     return match[1] if match else None
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file."""
+    match = _TENSOR_FILE.fullmatch(name)
+    return int(match[2]) if match else 0
 
 
 def _write_json(path: Path, value: Any) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular, shown
 from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, first_cause, verify
 
-_Answer = TypeVar("_Answer")
+_State = TypeVar("_State")
 _MOST_STATE_BYTES = 4 << 20
 
 
@@ -38,8 +37,8 @@ class SavedCheckpoint:
         Args:
             path: a checkpoint folder.
             groups: such as "model". None given means all.
-            rank_group: process group of the ranks that read together, of which the first verifies
-                the checksums. None for one process.
+            rank_group: process group of the ranks that verify and read together. None for one
+                process.
             verified: names of the checkpoint's files, if the caller has just verified them all.
 
         Raises:
@@ -47,13 +46,13 @@ class SavedCheckpoint:
         """
         self.path = path
         self._rank_group = rank_group
-        names = verified or ask_first_rank(rank_group, partial(verify, path, groups or None))
+        names = verified or verify(path, groups or None, rank_group)
         self._reader = HuggingFaceStorageReader(str(path))
         # Otherwise the reader would read all files of the folder, unverified ones included.
         self._reader.fs = _ListedFiles(names)
         self.tensors = self._read_metadata()
 
-    def state(self, schema: type[_Answer]) -> _Answer:
+    def state(self, schema: type[_State]) -> _State:
         """What the checkpoint holds beside tensors. CheckpointError if it is something else."""
         return read_state(self.path, schema)
 
@@ -142,7 +141,7 @@ class SavedCheckpoint:
         return tensors
 
 
-def read_state(checkpoint: Path, schema: type[_Answer]) -> _Answer:
+def read_state(checkpoint: Path, schema: type[_State]) -> _State:
     """What an intact checkpoint holds beside tensors, without looking at these.
 
     Raises:
@@ -164,21 +163,6 @@ class _ListedFiles(FileSystem):
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         return [os.path.join(path, name) for name in self._names]
-
-
-def ask_first_rank(group: dist.ProcessGroup | None, question: Callable[[], _Answer]) -> _Answer:
-    """Call `question` on the group's first rank, and return or raise its outcome on all ranks."""
-    answer: list[Any] = [None]
-    if group is None or dist.get_rank(group) == 0:
-        try:
-            answer = [question()]
-        except (OSError, ValueError) as error:
-            answer = [error]
-    if group is not None:
-        dist.broadcast_object_list(answer, group=group, group_src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return cast(_Answer, answer[0])
 
 
 def _shape(size: torch.Size | None) -> str:

@@ -36,7 +36,8 @@ from longhaul.pipeline.checkpoints.integrity import (
     verify,
     write_state_and_checksums,
 )
-from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, ask_first_rank
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.together import ask_first_rank, place_in
 from longhaul.pipeline.checkpoints.writer import CheckpointWriter, write_in_turn
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class CheckpointStore:
         self.keep_every = keep_every
         self.longest_update = longest_update
         self._group = group
-        self._is_first = group is None or dist.get_rank(group) == 0
+        self._is_first = place_in(group)[0] == 0
         self._is_pinned = torch.cuda.is_available()
         # Reused for every save, because page-locked memory is slow to allocate.
         self._stager = _Stager(is_pinned=self._is_pinned)
@@ -108,7 +109,7 @@ class CheckpointStore:
         """
         self.wait()
         target = self.path_of(step)
-        if ask_first_rank(self._group, partial(self._has_intact, target)):
+        if self._has_intact(target):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"
         save = partial(
@@ -197,18 +198,26 @@ class CheckpointStore:
     def open_newest(self) -> SavedCheckpoint | None:
         """The newest intact checkpoint, None if the folder holds none. All ranks call it.
 
-        Every file is hashed. A damaged checkpoint is renamed to `step-NNNNNNNNN.damaged`, with a
-        warning that says why, and the checkpoint before it is tried. What interrupted saves and
-        removals left behind is deleted.
+        Every file is hashed, each by one of the ranks. A damaged checkpoint is renamed to
+        `step-NNNNNNNNN.damaged`, with a warning that says why, and the checkpoint before it is
+        tried. What interrupted saves and removals left behind is deleted.
 
         Raises:
             CheckpointError: there are only damaged checkpoints.
         """
-        newest = ask_first_rank(self._group, self._find_newest)
-        if newest is None:
-            return None
-        path, names = newest
-        return SavedCheckpoint(path, rank_group=self._group, verified=names)
+        for path in reversed(ask_first_rank(self._group, self._clean_folder)):
+            try:
+                names = verify(path, rank_group=self._group)
+            except CheckpointError as error:
+                self._set_aside(path, error)
+            else:
+                return SavedCheckpoint(path, rank_group=self._group, verified=names)
+        if not ask_first_rank(self._group, partial(holds_none, self.folder)):
+            raise CheckpointError(
+                f"{self.folder}: found only damaged checkpoints, wanted an intact one; to start "
+                "over, give the run another name or remove its folder"
+            )
+        return None
 
     def open_found(self, find: Callable[[], Path]) -> SavedCheckpoint:
         """The checkpoint that `find` finds on the first rank, also of another run.
@@ -220,19 +229,10 @@ class CheckpointStore:
         """
         return SavedCheckpoint(ask_first_rank(self._group, find), rank_group=self._group)
 
-    def _find_newest(self) -> tuple[Path, list[str]] | None:
+    def _clean_folder(self) -> list[Path]:
+        """Remove the leftovers, and return the checkpoints."""
         self._remove_leftovers()
-        for path in reversed(checkpoint_folders(self.folder)):
-            try:
-                return path, verify(path)
-            except CheckpointError as error:
-                self._set_aside(path, error)
-        if not holds_none(self.folder):
-            raise CheckpointError(
-                f"{self.folder}: found only damaged checkpoints, wanted an intact one; to start "
-                "over, give the run another name or remove its folder"
-            )
-        return None
+        return checkpoint_folders(self.folder)
 
     def _has_intact(self, target: Path) -> bool:
         """Whether an intact checkpoint of this name exists; a damaged one is set aside.
@@ -241,10 +241,10 @@ class CheckpointStore:
         the one that would be written. It is not replaced, because a crash between removing the old
         one and renaming the new one would leave neither.
         """
-        if not os.path.lexists(target):
+        if not ask_first_rank(self._group, partial(os.path.lexists, target)):
             return False
         try:
-            verify(target)
+            verify(target, rank_group=self._group)
         except (CheckpointError, ValueError) as error:
             self._set_aside(target, error)
             return False
@@ -289,6 +289,9 @@ class CheckpointStore:
                 _remove(path)
 
     def _set_aside(self, path: Path, error: Exception) -> None:
+        """Rename a damaged checkpoint, of which all ranks know."""
+        if not self._is_first:
+            return
         aside = path.with_name(f"{path.name}.damaged")
         number = 1
         while os.path.lexists(aside):

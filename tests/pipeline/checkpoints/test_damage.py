@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, STATE, CheckpointError, checksum
+from longhaul.pipeline.checkpoints.integrity import (
+    CHECKSUMS,
+    STATE,
+    CheckpointError,
+    _Checksum,
+    _share,
+    checksum,
+)
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointStore
@@ -213,3 +220,14 @@ def test_another_random_state_is_one_line(
     state: dict[str, Any] = {**capture_rng(), name: tensor}
     with pytest.raises(CheckpointError, match=f"^{message}[^\n]*$"):
         restore_rng({key: value for key, value in state.items() if value is not None})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_every_file_is_in_the_share_of_one_rank(count: int) -> None:
+    sizes = {STATE: 0, **{f"model-{n:05d}-000.safetensors": (n * 7919) % 101 for n in range(20)}}
+    sizes["rng-00019-000.safetensors"] = 0  # at the end of all bytes
+    files = {name: _Checksum(size, "0" * 64) for name, size in sizes.items()}
+    shares = [_share(files, rank, count) for rank in range(count)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    most = max(sum(sizes[name] for name in share) for share in shares)
+    assert most <= sum(sizes.values()) / count + max(sizes.values())

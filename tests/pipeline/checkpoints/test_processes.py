@@ -233,3 +233,77 @@ def test_a_read_only_folder_is_one_clear_line_and_the_old_checkpoint_loads(
     error, newest = out.splitlines()
     assert "Permission denied" in error
     assert newest.endswith("step-000000001")
+
+
+THREE_RANKS = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from longhaul.pipeline.checkpoints import integrity
+from longhaul.pipeline.checkpoints.store import CheckpointStore
+
+torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=3)
+mesh = init_device_mesh("cpu", (3,))
+group = dist.new_group(backend="gloo")
+store = CheckpointStore(folder / "checkpoints", keep_last=9, group=group)
+for step in (1, 2):
+    whole = torch.full((6, 500), float(step))
+    store.start(step, {"model/w": distribute_tensor(whole, mesh, [Shard(0)])}, {})
+    store.wait()
+
+hashed, sha256_of = [], integrity.sha256_of
+
+def noting(path):
+    hashed.append(path.name)
+    return sha256_of(path)
+
+integrity.sha256_of = noting
+
+def say_newest():
+    try:
+        print("newest", store.open_newest().path.name)
+    except OSError as error:
+        print("error", error)
+    dist.barrier(group)
+
+say_newest()
+print("hashed", *sorted(hashed))
+newest = folder / "checkpoints" / "step-000000002"
+for damaged in (newest, newest.with_name("step-000000001")):
+    if rank == 0:
+        # Two files, of which the one that is listed first is to be named.
+        for number in (1, 2):
+            file = damaged / f"model-{number:05d}-000.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+    dist.barrier(group)
+    say_newest()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_each_rank_hashes_a_share_and_all_notice_damage(tmp_path: Path, fork: Fork) -> None:
+    ranks = [fork(THREE_RANKS, tmp_path, str(rank), str(tmp_path)) for rank in range(3)]
+    warnings = []
+    for number, rank in enumerate(ranks):
+        out, error = rank.communicate(timeout=60)
+        assert rank.returncode == 0, f"{out}\n{error}"
+        own = f"model-{number:05d}-000.safetensors"
+        *lines, last = out.splitlines()
+        assert lines == [
+            "newest step-000000002",
+            f"hashed {own}{' state.json' if number == 0 else ''}",
+            "newest step-000000001",
+        ]
+        assert last.startswith(f"error {tmp_path / 'checkpoints'}: found only damaged checkpoints")
+        warnings.append([line for line in error.splitlines() if "set aside" in line])
+    for warning, step in zip(warnings[0], ("step-000000002", "step-000000001"), strict=True):
+        assert f"{step} is damaged: model-00001-000.safetensors: found sha256" in warning
+    assert warnings[1:] == [[], []]
+    damaged = [f"step-{step:09d}.damaged" for step in (1, 2)]
+    assert _names(_store(tmp_path)) == damaged
