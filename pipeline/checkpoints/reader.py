@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular, shown
 from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, first_cause, verify
+from longhaul.pipeline.checkpoints.together import gather
 
 _State = TypeVar("_State")
 _MOST_STATE_BYTES = 4 << 20
@@ -75,22 +76,27 @@ class SavedCheckpoint:
                 )
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill these tensors in place: a DTensor with this rank's shard, others with all values."""
+        """Fill these tensors in place: a DTensor with this rank's shard, others with all values.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them cannot read.
+        """
         for name, tensor in into.items():
             self._check_shape(name, tensor.shape)
         if not into:
             return
+        cause = None
         try:
-            load(
-                dict(into),
-                storage_reader=self._reader,
-                process_group=self._rank_group,
-                no_dist=self._rank_group is None,
-            )
+            # Without the ranks' plans, which torch would gather although none depends on another.
+            load(dict(into), storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"checkpoint {self.path} cannot be read: {first_cause(error)}"
-            ) from error
+            cause = first_cause(error)
+        causes = enumerate(gather(self._rank_group, cause))
+        failed = [(rank, one) for rank, one in causes if one is not None]
+        if failed:
+            rank, cause = failed[0]
+            where = f"rank {rank}: " if len(failed) > 1 or rank else ""
+            raise CheckpointError(f"checkpoint {self.path} cannot be read: {where}{cause}")
 
     def read_one(self, name: str) -> Tensor:
         """One full tensor, on the CPU."""

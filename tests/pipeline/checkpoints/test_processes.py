@@ -274,6 +274,23 @@ def say_newest():
 say_newest()
 print("hashed", *sorted(hashed))
 newest = folder / "checkpoints" / "step-000000002"
+saved, into = store.open_newest(), distribute_tensor(torch.zeros(6, 500), mesh, [Shard(0)])
+saved.read({"model/w": into})
+print("read", into.full_tensor().unique().tolist())
+if rank == 0:
+    for number in (1, 2):
+        file = newest / f"model-{number:05d}-000.safetensors"
+        file.rename(file.with_suffix(".gone"))
+dist.barrier(group)
+try:
+    saved.read({"model/w": into})
+except OSError as error:
+    print(error)
+dist.barrier(group)
+if rank == 0:
+    for file in newest.glob("*.gone"):
+        file.rename(file.with_suffix(".safetensors"))
+dist.barrier(group)
 for damaged in (newest, newest.with_name("step-000000001")):
     if rank == 0:
         # Two files, of which the one that is listed first is to be named.
@@ -287,7 +304,9 @@ dist.destroy_process_group()
 """
 
 
-def test_each_rank_hashes_a_share_and_all_notice_damage(tmp_path: Path, fork: Fork) -> None:
+def test_each_rank_hashes_a_share_and_all_notice_what_one_cannot_read(
+    tmp_path: Path, fork: Fork
+) -> None:
     ranks = [fork(THREE_RANKS, tmp_path, str(rank), str(tmp_path)) for rank in range(3)]
     warnings = []
     for number, rank in enumerate(ranks):
@@ -295,9 +314,13 @@ def test_each_rank_hashes_a_share_and_all_notice_damage(tmp_path: Path, fork: Fo
         assert rank.returncode == 0, f"{out}\n{error}"
         own = f"model-{number:05d}-000.safetensors"
         *lines, last = out.splitlines()
+        unread = lines.pop(3)
+        assert "step-000000002 cannot be read: rank 1: " in unread
+        assert "model-00001-000.safetensors" in unread
         assert lines == [
             "newest step-000000002",
             f"hashed {own}{' state.json' if number == 0 else ''}",
+            "read [2.0]",
             "newest step-000000001",
         ]
         assert last.startswith(f"error {tmp_path / 'checkpoints'}: found only damaged checkpoints")
