@@ -1,4 +1,4 @@
-// Causal attention inside chunks at degree 2: the passes of attention.py, block by block.
+// Causal attention inside chunks at degrees 1 and 2: the passes of attention.py, block by block.
 //
 // Blocks of C tokens have them innermost: q and k (K, C), values and sums (V, C), where V counts the
 // row of ones, and sums of log2 γ (C), or null without gates. A span of queries is processed at a
@@ -34,12 +34,12 @@ struct Span {
     return log_decay == nullptr ? Vector{} + 1.0f : since(log_decay[0], half);
   }
 
-  // Weights of the squared scores of key i of the same block: 0 in the future.
-  Vector causal(Vector squares, int half, int i) const {
+  // Weights of key i of the same block from powers of its scores: 0 in the future.
+  Vector causal(Vector powers, int half, int i) const {
     Integers token;
     for (int lane = 0; lane < kLanes; ++lane) token[lane] = first + half * kLanes + lane;
-    if (log_decay != nullptr) squares *= since(log_decay[i], half);
-    return Vector(Integers(squares) & Integers(token >= i));
+    if (log_decay != nullptr) powers *= since(log_decay[i], half);
+    return Vector(Integers(powers) & Integers(token >= i));
   }
 
  private:
@@ -102,6 +102,27 @@ struct Row {
   }
 };
 
+// Calls body(degree as a constant).
+template <typename Body>
+void for_degree(int degree, const Body& body) {
+  if (degree == 1) {
+    body(std::integral_constant<int, 1>{});
+  } else {
+    body(std::integral_constant<int, 2>{});
+  }
+}
+
+template <int Degree>
+inline Vector power(Vector score) {
+  return Degree == 1 ? score : score * score;
+}
+
+// The gradient of a score from that of its power.
+template <int Degree>
+inline Vector power_gradient(Vector score, Vector dpower) {
+  return Degree == 1 ? dpower : score * dpower * 2.0f;
+}
+
 // Memory of one thread for the weights of a span of queries and of the keys of a block.
 struct Weights {
   float* weights;  // (C, kSpan)
@@ -125,8 +146,9 @@ struct Weights {
         product(scratch.take(size_t(std::max(K, V)) * kSpan)) {}
 };
 
-// sum (V, kSpan) = Σ over keys of the weights (q·k)² · decay, times values. The queries are those
+// sum (V, kSpan) = Σ over keys of the weights (q·k)^Degree · decay, times values. The queries are those
 // from token `first` of a block, and meet the blocks from `oldest` on.
+template <int Degree>
 void attend_span(const Row& row, int oldest, int block, int first, const float* query,
                  const Weights& own, float* sum) {
   const int V = row.V, K = row.K, C = row.C;
@@ -139,7 +161,7 @@ void attend_span(const Row& row, int oldest, int block, int first, const float* 
     decays_before(row.decays(past), decays, C, own.before);
     for (int i = 0; i < C; ++i) {
       for (float* at = weights + i * kSpan; at < weights + (i + 1) * kSpan; at += kLanes) {
-        store(at, load(at) * load(at) * own.before[i]);
+        store(at, power<Degree>(load(at)) * own.before[i]);
       }
     }
     multiply(V, row.values + past * row.values_stride, C, 1, weights, kSpan, C, sum, kSpan, 1.0f);
@@ -156,7 +178,7 @@ void attend_span(const Row& row, int oldest, int block, int first, const float* 
   for (int i = 0; i < keys; ++i) {
     for (int half = 0; half < 2; ++half) {
       float* const at = weights + i * kSpan + half * kLanes;
-      store(at, span.causal(load(at) * load(at), half, i));
+      store(at, span.causal(power<Degree>(load(at)), half, i));
     }
   }
   multiply(V, row.values + block * row.values_stride, C, 1, weights, kSpan, keys, sum, kSpan, 1.0f);
@@ -164,6 +186,7 @@ void attend_span(const Row& row, int oldest, int block, int first, const float* 
 
 // From dsum (V, kSpan) dquery (K, kSpan), and what it adds to dk and dvalues, which have the strides
 // of k and values. Scores are recomputed.
+template <int Degree>
 void attend_span_backward(const Row& row, int oldest, int block, int first, const float* query,
                           const float* dsum, const Weights& own, float* dquery, float* dk,
                           float* dvalues) {
@@ -192,13 +215,14 @@ void attend_span_backward(const Row& row, int oldest, int block, int first, cons
       for (int half = 0; half < 2; ++half) {
         const int at = i * kSpan + half * kLanes;
         const Vector score = load(weights + at);
-        const Vector slope = score * load(dscores + at) * 2.0f;
+        const Vector weight = power<Degree>(score);
+        const Vector dscore = power_gradient<Degree>(score, load(dscores + at));
         if (is_own) {
-          store(weights + at, span.causal(score * score, half, i));
-          store(dscores + at, span.causal(slope, half, i));
+          store(weights + at, span.causal(weight, half, i));
+          store(dscores + at, span.causal(dscore, half, i));
         } else {
-          store(weights + at, score * score * own.before[i]);
-          store(dscores + at, slope * own.before[i]);
+          store(weights + at, weight * own.before[i]);
+          store(dscores + at, dscore * own.before[i]);
         }
       }
     }
@@ -232,7 +256,8 @@ extern "C" {
 // sums (items, V, C), where an item is one block of one row, and items are sorted by blocks. With a
 // past, every block meets all earlier blocks of its row; otherwise only itself.
 void attend(const float* q, const float* k, const float* values, const double* log_decay,
-            float* sums, int items, int rows, int has_past, int V, int K, int C, int threads) {
+            float* sums, int degree, int items, int rows, int has_past, int V, int K, int C,
+            int threads) {
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flushing;
@@ -246,7 +271,9 @@ void attend(const float* q, const float* k, const float* values, const double* l
         const int item = items - 1 - backwards, block = item / rows;
         const Row row = row_of_items(k, values, log_decay, rows, item % rows, V, K, C);
         load_tokens(q + int64_t(item) * K * C, K, C, first, query);
-        attend_span(row, has_past ? 0 : block, block, first, query, own, sum);
+        for_degree(degree, [&](auto p) {
+          attend_span<p>(row, has_past ? 0 : block, block, first, query, own, sum);
+        });
         store_tokens(sum, V, C, first, sums + int64_t(item) * V * C);
       }
     }
@@ -255,8 +282,9 @@ void attend(const float* q, const float* k, const float* values, const double* l
 
 // From dsums the gradients dq, and dk and dvalues, which are written, or added to.
 void attend_backward(const float* q, const float* k, const float* values, const double* log_decay,
-                     const float* dsums, float* dq, float* dk, float* dvalues, int adds, int items,
-                     int rows, int has_past, int V, int K, int C, int threads) {
+                     const float* dsums, float* dq, float* dk, float* dvalues, int adds,
+                     int degree, int items, int rows, int has_past, int V, int K, int C,
+                     int threads) {
   const int64_t k_size = int64_t(K) * C, values_size = int64_t(V) * C;
   // Blocks of a row with a past add to the same gradients, so one thread processes them all.
   const int tasks = has_past ? rows : items;
@@ -280,8 +308,10 @@ void attend_backward(const float* q, const float* k, const float* values, const 
         for (int first = 0; first < C; first += kSpan) {
           load_tokens(q + item * k_size, K, C, first, query);
           load_tokens(dsums + item * values_size, V, C, first, dsum);
-          attend_span_backward(row, has_past ? 0 : block, block, first, query, dsum, own, dquery,
-                               dk + n * k_size, dvalues + n * values_size);
+          for_degree(degree, [&](auto p) {
+            attend_span_backward<p>(row, has_past ? 0 : block, block, first, query, dsum, own,
+                                    dquery, dk + n * k_size, dvalues + n * values_size);
+          });
           store_tokens(dquery, K, C, first, dq + item * k_size);
         }
       }

@@ -20,7 +20,7 @@ from torch import Tensor
 from longhaul.kernels.common.decays import exp2_flushed_
 from longhaul.kernels.power.state import unit_above
 from longhaul.kernels.power.torch.chunking import CallSizes
-from longhaul.kernels.power.torch.compiled import attend, attend_backward, is_compiled
+from longhaul.kernels.power.torch.compiled import attend, attend_backward, attends
 
 # Bytes of a tensor of scores, of which some exist at a time: what second-level caches can hold.
 _SCORE_BYTES = 1 << 20
@@ -60,7 +60,7 @@ class InsideChunks:
     def __init__(self, problem: CallSizes, like: Tensor) -> None:
         self.degree, self._V, self._like = problem.degree, problem.V, like
         self._fades_scores, self._rows = problem.fades_scores, problem.num_rows
-        self._is_compiled = is_compiled(problem.degree, like)
+        self._is_compiled = attends(problem.degree, like)
         self._root = problem.degree if problem.fades_scores else 1  # of the decays
         self._size = size = problem.block_size
         self._has_past = problem.blocks_per_chunk > 1
@@ -103,7 +103,7 @@ class InsideChunks:
     def forward(self, q: Tensor, keys: Keys, num: Tensor) -> None:
         """Write numerators and denominators."""
         if self._is_compiled:
-            attend(q, *keys, num, self._rows, self._has_past)
+            attend(q, *keys, num, self.degree, self._rows, self._has_past)
             return
         if self._has_past:
             num.zero_()
@@ -125,7 +125,8 @@ class InsideChunks:
         """Write dq, and write or add to dk and dv; scores are recomputed. dnum may be
         overwritten."""
         if self._is_compiled:
-            attend_backward(q, *keys, dnum, into, self._rows, self._has_past, adds=adds)
+            sizes = self.degree, self._rows, self._has_past
+            attend_backward(q, *keys, dnum, into, *sizes, adds=adds)
             return
         for pairs in self._own(keys):
             self._backward_pairs(q, keys, dnum, into, pairs, beta=(0, int(adds)))

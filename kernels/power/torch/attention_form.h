@@ -1,9 +1,11 @@
-// The attention form at degree 2 in one pass over tensors as they are, (B, T, heads, width).
+// The attention form at degrees 1 and 2 in one pass over tensors as they are, (B, T, heads, width).
 //
 // A thread copies keys and values of a head, transposed, into memory of its own, and goes through
 // the queries that meet them. Up to some thousand tokens its second-level cache holds them. Widths
 // are innermost; strides are in numbers.
 #pragma once
+
+#include <cmath>
 
 #include "attention.h"
 #include "copies.h"
@@ -23,9 +25,9 @@ struct Tokens {
 // key heads serves R query heads.
 struct Sizes {
   int B, T, G, R, K, V, C, blocks;
-  int normalize;
+  int normalize, degree;
   float scale;  // of queries
-  float floor;  // a smaller denominator is not divided by
+  float floor;  // a smaller denominator is not divided by; at degree 1 it may be negative
 
   int present(int block) const { return std::min(C, T - block * C); }
 };
@@ -96,9 +98,12 @@ void attention_form(const Tokens<const float>* q, const Tokens<const float>* k,
                 const int64_t t = int64_t(block) * n.C + first;
                 const int count = std::min(kSpan, n.present(block) - first);
                 load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
-                attend_span(row, 0, block, first, query, own, sum);
+                for_degree(n.degree, [&](auto p) {
+                  attend_span<p>(row, 0, block, first, query, own, sum);
+                });
                 for (int i = 0; n.normalize && i < kSpan; ++i) {
-                  const bool is_above = denominator[i] >= n.floor;
+                  const float size = n.degree == 1 ? std::abs(denominator[i]) : denominator[i];
+                  const bool is_above = size >= n.floor;
                   denominator[i] = is_above ? denominator[i] : n.floor;
                   if (i >= count) continue;
                   *inverse->at(b, t + i, h) = 1.0f / denominator[i];
@@ -178,7 +183,10 @@ void attention_form_backward(const Tokens<const float>* q, const Tokens<const fl
               for (int at = 0; n.normalize && at < V * kSpan; at += kLanes) {
                 store(dsum + at, load(dsum + at) * load(factor + at % kSpan));
               }
-              attend_span_backward(row, 0, block, first, query, dsum, own, dquery, dkeys, dvalues);
+              for_degree(n.degree, [&](auto p) {
+                attend_span_backward<p>(row, 0, block, first, query, dsum, own, dquery, dkeys,
+                                        dvalues);
+              });
               store_transposed(dquery, kSpan, K, count, n.scale, dq->at(b, t, h), dq->token);
             }
           }

@@ -1,4 +1,5 @@
-"""The attention form at degree 2 in float32 on a CPU, without states: one call of C++ each way."""
+"""The attention form at degrees 1 and 2 in float32 on a CPU, without states: one call of C++ each
+way."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from longhaul.kernels import native
 from longhaul.kernels.power.call import Forward, PowerCall, Saved
 from longhaul.kernels.power.torch.chunked.backward import Gradients
 from longhaul.kernels.power.torch.chunking import CallSizes, log2_sums
-from longhaul.kernels.power.torch.compiled import functions, is_compiled
+from longhaul.kernels.power.torch.compiled import attends, functions
 from longhaul.kernels.power.torch.gates import gate_gradient
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
@@ -22,7 +23,7 @@ def serves(call: PowerCall, *tensors: Tensor | None) -> bool:
     return (
         call.form == "attention"
         and not call.output_final_state
-        and is_compiled(call.degree, given[0])
+        and attends(call.degree, given[0])
         and native.serves(*given)
         and all(x.numel() > 0 for x in given)
     )
@@ -72,7 +73,8 @@ class _Sizes(Structure):
     """Sizes of attention_form.h."""
 
     _fields_ = (
-        *((name, c_int) for name in ("B", "T", "G", "R", "K", "V", "C", "blocks", "normalize")),
+        *((name, c_int) for name in ("B", "T", "G", "R", "K", "V", "C", "blocks")),
+        *((name, c_int) for name in ("normalize", "degree")),
         ("scale", c_float),
         ("floor", c_float),
     )
@@ -88,7 +90,7 @@ def _call(
     assert all(x is None or _has_innermost_width(x) for x in outputs)
     sizes = _Sizes(
         *(problem.B, problem.T, problem.G, problem.R, problem.K, problem.V),
-        *(problem.block_size, problem.blocks_per_chunk, problem.normalize),
+        *(problem.block_size, problem.blocks_per_chunk, problem.normalize, problem.degree),
         *(problem.scale, DENOMINATOR_FLOOR),
     )
     arguments = (

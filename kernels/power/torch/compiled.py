@@ -1,5 +1,6 @@
-"""What torch does slowly in float32 on a CPU, in C++: transposed copies, and at degree 2 attention
-inside chunks and products with φ; and the attention form as a whole (attention_form.py)."""
+"""What torch does slowly in float32 on a CPU, in C++: transposed copies, at degrees 1 and 2
+attention inside chunks, at degree 2 products with φ; and the attention form as a whole
+(attention_form.py)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def _load() -> CDLL | None:
     if functions is not None:
         functions.read_and_update.argtypes = [c_void_p] * 7 + [c_int] * 11
         functions.contract_state.argtypes = [c_void_p] * 4 + [c_int] * 6
-        functions.attend.argtypes = [c_void_p] * 5 + [c_int] * 7
-        functions.attend_backward.argtypes = [c_void_p] * 8 + [c_int] * 8
+        functions.attend.argtypes = [c_void_p] * 5 + [c_int] * 8
+        functions.attend_backward.argtypes = [c_void_p] * 8 + [c_int] * 9
         functions.attention_form.argtypes = [c_void_p] * 8 + [c_int]
         functions.attention_form_backward.argtypes = [c_void_p] * 14 + [c_int]
         functions.copy_transposed.argtypes = [
@@ -59,9 +60,14 @@ def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) 
         target.mul_(scale)
 
 
-def is_compiled(degree: int, like: Tensor) -> bool:
-    """Whether the functions below and `CompiledFeatureMap` serve tensors like this one."""
-    return degree == 2 and native.serves(like) and _load() is not None
+def attends(degree: int, like: Tensor) -> bool:
+    """Whether `attend` and `attend_backward` serve tensors like this one."""
+    return degree in (1, 2) and native.serves(like) and _load() is not None
+
+
+def maps_features(degree: int, like: Tensor) -> bool:
+    """Whether `read_and_update` and `CompiledFeatureMap` serve tensors like this one."""
+    return degree == 2 and attends(degree, like)
 
 
 def attend(
@@ -70,6 +76,7 @@ def attend(
     v: Tensor,
     log_decay: Tensor | None,
     num: Tensor,
+    degree: int,
     rows: int,
     has_past: bool,
 ) -> None:
@@ -79,7 +86,7 @@ def attend(
     blocks of tokens of `rows` rows, sorted by blocks; with a past, each meets all blocks before it.
     """
     tensors = _pointers(q, k, v, log_decay, num)
-    sizes = len(q), rows, has_past, v.shape[1], *q.shape[1:]
+    sizes = degree, len(q), rows, has_past, v.shape[1], *q.shape[1:]
     functions().attend(*tensors, *sizes, torch.get_num_threads())
 
 
@@ -90,6 +97,7 @@ def attend_backward(
     log_decay: Tensor | None,
     dnum: Tensor,
     into: tuple[Tensor, Tensor, Tensor],
+    degree: int,
     rows: int,
     has_past: bool,
     *,
@@ -97,12 +105,12 @@ def attend_backward(
 ) -> None:
     """Write dq, and write or add to dk and dv, from the gradients of what `attend` writes."""
     tensors = _pointers(q, k, v, log_decay, dnum, *into)
-    sizes = len(q), rows, has_past, v.shape[1], *q.shape[1:]
+    sizes = degree, len(q), rows, has_past, v.shape[1], *q.shape[1:]
     functions().attend_backward(*tensors, adds, *sizes, torch.get_num_threads())
 
 
 def functions() -> CDLL:
-    """The compiled functions, where `is_compiled`."""
+    """The compiled functions, where `attends`."""
     compiled = _load()
     assert compiled is not None
     return compiled

@@ -16,7 +16,7 @@ from longhaul.kernels.power.torch.chunking import CallSizes, Decay, Rows, Segmen
 from longhaul.kernels.power.torch.compiled import (
     CompiledFeatureMap,
     copy_transposed,
-    is_compiled,
+    maps_features,
 )
 from longhaul.kernels.power.torch.features import FeatureScratch, TorchFeatureMap
 from longhaul.kernels.shapes import padded_width
@@ -43,7 +43,7 @@ class _Buffers:
 
     def _maps(self, x: Tensor, dx: Tensor) -> list[FeatureMap]:
         blocks = zip(x, dx, strict=True)
-        if is_compiled(self._problem.degree, self._like):
+        if maps_features(self._problem.degree, self._like):
             return [CompiledFeatureMap(*block) for block in blocks]
         return [TorchFeatureMap(*block, self._scratch) for block in blocks]
 

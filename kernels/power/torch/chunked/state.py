@@ -24,7 +24,7 @@ class Carry:
     def __init__(self, problem: CallSizes, like: Tensor) -> None:
         self._problem, self._like = problem, like
         self._rows, self._V = problem.rows_per_block, problem.V
-        self.is_compiled = compiled.is_compiled(problem.degree, like)
+        self.is_compiled = compiled.maps_features(problem.degree, like)
         self.is_zero = True
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The compiled functions of degree 2, against formulas in float64; and the op without them."""
+"""The compiled functions of degrees 1 and 2, against float64; and the op without them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from longhaul.kernels.power.torch import compiled
 from longhaul.kernels.power.torch.features import StateToRead, expand, multiplicity
 
 pytestmark = pytest.mark.skipif(
-    not compiled.is_compiled(2, torch.empty(0)), reason="there is no C++ compiler"
+    not compiled.attends(2, torch.empty(0)), reason="there is no C++ compiler"
 )
 
 # Rows, K, V with the norm, tokens: fewer than any vector, more than one span, and ragged.
@@ -116,8 +116,9 @@ def log_decays(blocks: int, rows: int, C: int) -> Tensor:
 @pytest.mark.parametrize("has_gates", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("degree", [1, 2])
 def test_attention_inside_chunks(
-    sizes: tuple[int, int, int, int], blocks: int, has_gates: bool
+    degree: int, sizes: tuple[int, int, int, int], blocks: int, has_gates: bool
 ) -> None:
     rows, K, V, C = sizes
     items, has_past = blocks * rows, blocks > 1
@@ -125,14 +126,14 @@ def test_attention_inside_chunks(
     v, dnum, before = torch.randn(3, items, V, C).unbind(0)
     log_decay = log_decays(blocks, rows, C) if has_gates else None
     num = torch.empty(items, V, C)
-    compiled.attend(q, k, v, log_decay, num, rows, has_past)
+    compiled.attend(q, k, v, log_decay, num, degree, rows, has_past)
 
     def by_row(x: Tensor) -> Tensor:
         """(rows, width, all tokens) of (items, width, tokens)."""
         return x.unflatten(0, (blocks, rows)).permute(1, 2, 0, 3).flatten(2)
 
     wide = [by_row(x).double().requires_grad_() for x in (q, k, v)]
-    weights = (wide[1].mT @ wide[0]) ** 2  # (rows, keys, queries)
+    weights = (wide[1].mT @ wide[0]) ** degree  # (rows, keys, queries)
     if log_decay is not None:
         sums = by_row(log_decay)
         weights = weights * torch.exp2((sums - sums.mT).clamp(max=0))
@@ -143,7 +144,8 @@ def test_attention_inside_chunks(
     gradients = torch.autograd.grad(wanted, wide, by_row(dnum).double())
     for adds in (False, True):
         into = torch.full((items, K, C), torch.nan), before[:, :1].repeat(1, K, 1), before.clone()
-        compiled.attend_backward(q, k, v, log_decay, dnum, into, rows, has_past, adds=adds)
+        settings = degree, rows, has_past
+        compiled.attend_backward(q, k, v, log_decay, dnum, into, *settings, adds=adds)
         for n, (found, gradient) in enumerate(zip(into, gradients, strict=True)):
             start = (before[:, :1].repeat(1, K, 1), before)[n - 1] if adds and n else None
             total = gradient if start is None else gradient + by_row(start)
@@ -162,7 +164,7 @@ def test_transposed_copies(shape: tuple[int, ...]) -> None:
             assert torch.equal(result, 0.5 * source + (target if add else 0))
 
 
-def everything(threads: int) -> list[Tensor]:
+def everything(threads: int, degree: int) -> list[Tensor]:
     torch.manual_seed(0)
     q = torch.randn(2, 300, 4, 16, requires_grad=True)
     k, v = (torch.randn(2, 300, 2, 16, requires_grad=True) for _ in range(2))
@@ -170,22 +172,26 @@ def everything(threads: int) -> list[Tensor]:
     results = []
     with torch_threads(threads):
         for form in ("chunked", "attention"):
-            out, _ = power_attention(q, k, v, log_g, degree=2, form=form, chunk_size=128)
+            # At degree 1 the sum of a row's weights may almost cancel.
+            options: Any = {"degree": degree, "normalize": degree == 2, "chunk_size": 128}
+            out, _ = power_attention(q, k, v, log_g, form=form, **options)
             results += [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v, log_g))]
     return results
 
 
 @pytest.mark.parametrize("threads", [3, 10])  # with ten, several share the queries of a head
-def test_threads_change_no_bit(threads: int) -> None:
-    for one, other in zip(everything(1), everything(threads), strict=True):
+@pytest.mark.parametrize("degree", [1, 2])
+def test_threads_change_no_bit(degree: int, threads: int) -> None:
+    for one, other in zip(everything(1, degree), everything(threads, degree), strict=True):
         assert torch.equal(one, other)
 
 
-def test_the_op_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = everything(1)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_op_needs_no_compiler(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = everything(1, degree)
     monkeypatch.setattr(compiled, "_load", lambda: None)
     monkeypatch.setattr(native, "serves", lambda *tensors: False)
-    for one, other in zip(everything(1), wanted, strict=True):
+    for one, other in zip(everything(1, degree), wanted, strict=True):
         assert not torch.equal(one, other)
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
 
