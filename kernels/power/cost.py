@@ -156,11 +156,14 @@ def choose_form(
     return "chunked" if chunked < attention_cost(T, K, V, backend) else "attention"
 
 
-def attention_cost(T: int, K: int, V: int, backend: str) -> float:
-    """Cost of all pairs of tokens, scored in whole blocks: microseconds per token and head."""
+def attention_cost(T: int, K: int, V: int, backend: str, *, sums: int = 1) -> float:
+    """Cost of all pairs of tokens, scored in whole blocks: microseconds per token and head.
+
+    Several gated sums over the same scores have a decay each, and products in common.
+    """
     cost = _MACHINES[backend]
     pairs = (T + min(T, cost.block)) / 2
-    return cost.token * (K + V) + pairs * (cost.pair + cost.pair_product * (K + V))
+    return cost.token * (K + V) + pairs * (sums * cost.pair + cost.pair_product * (K + V))
 
 
 def chunked_cost(T: int, K: int, V: int, degree: int, C: int, backend: str) -> float:

@@ -20,6 +20,7 @@ from longhaul.kernels import (
 )
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
+from longhaul.kernels.power.torch.gated_sums import add_gated_sums, serves_sums
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import (
     Attention,
@@ -96,6 +97,7 @@ class PowerAttention(Attention):
     can_round_state = True
     groups_keys = True
     num_sums = 1
+    shares_scores = False  # whether gated sums differ by a gate and two scales a head alone
     norm_groups: int | None = None  # of the output norm, if not one a head
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
@@ -216,6 +218,10 @@ class PowerAttention(Attention):
         power, carried = state or (None, self.initial_carried(len(x), x.device))
         where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
         operands, carried = self._project(x, where, carried)
+        if state is None and not keep_state and self.shares_scores:
+            whole = self._add_sums(where, operands)
+            if whole is not None:
+                return self.read_out(x, whole), None
         stacked = self.stack(operands)
         if documents is not None:
             mixed, power = self._mix_documents(documents, *stacked), None
@@ -224,6 +230,31 @@ class PowerAttention(Attention):
             mixed, power = self._mix(*stacked, start=start, keep_state=keep_state)
         y = self.read_out(x, self.merge(mixed, operands))
         return y, None if power is None else PowerAttentionState(power, carried)
+
+    def _add_sums(
+        self, documents: Documents, operands: OpInputs
+    ) -> Float[Tensor, "B T H V"] | None:
+        """The scaled output of the op, added up, in a call that scores each pair of tokens once.
+
+        None where there is no such call: with a state, on a GPU, or where it costs more.
+        """
+        if self.initial_state is not None or self.sequence_part is not None:
+            return None
+        q, k, v, sums = operands
+        log_g, value_scale, output_scale = (
+            [x for x in each if x is not None] for each in zip(*sums, strict=True)
+        )
+        options = {"num_sums": len(sums), "degree": self.degree}
+        if not serves_sums(q, k, v, *value_scale, *output_scale, **options):
+            return None
+        return add_gated_sums(
+            *(q, k, v),
+            torch.stack([documents.begin_anew(one) for one in log_g], dim=-1),
+            torch.cat(value_scale, dim=-1),
+            torch.cat(output_scale, dim=-1),
+            degree=self.degree,
+            scale=self.key_dim**-0.5 if self.scale is None else self.scale,
+        )
 
     def _mix(
         self,

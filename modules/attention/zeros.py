@@ -91,6 +91,7 @@ class Zeros(PowerAttention):
     """
 
     scale = 1.0
+    shares_scores = True
     in_float32 = True  # The gated sums almost cancel, and 16 bits would leave rounding errors only.
     logits_per_head = 1
     can_round_state = False  # The gated sums almost cancel, and rounding errors would be left.

@@ -36,13 +36,18 @@ struct Span {
 
   // Weights of key i of the same block from powers of its scores: 0 in the future.
   Vector causal(Vector powers, int half, int i) const {
-    Integers token;
-    for (int lane = 0; lane < kLanes; ++lane) token[lane] = first + half * kLanes + lane;
     if (log_decay != nullptr) powers *= since(log_decay[i], half);
-    return Vector(Integers(powers) & Integers(token >= i));
+    return present(powers, half, i);
   }
 
- private:
+  // x, or 0 where key i is in the future.
+  Vector present(Vector x, int half, int i) const {
+    Integers token;
+    for (int lane = 0; lane < kLanes; ++lane) token[lane] = first + half * kLanes + lane;
+    return Vector(Integers(x) & Integers(token >= i));
+  }
+
+  // From a token with this sum of log2 γ to the queries.
   Vector since(double from, int half) const {
     const double* const at = own + half * kLanes;
     Doubles difference;

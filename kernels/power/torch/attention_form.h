@@ -25,6 +25,7 @@ struct Tokens {
 // key heads serves R query heads.
 struct Sizes {
   int B, T, G, R, K, V, C, blocks;
+  int S;  // gated sums of gated_sums.h
   int normalize, degree;
   float scale;  // of queries
   float floor;  // a smaller denominator is not divided by; at degree 1 it may be negative

@@ -3,6 +3,7 @@ way."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -35,7 +36,7 @@ def forward(
     """Fill the output, and the denominators for the backward pass."""
     problem = CallSizes.of(call, q, v)
     log_decay = None if log_g is None else log2_sums(log_g, problem, q.dtype).contiguous()
-    _call(
+    call_compiled(
         "attention_form",
         problem,
         [q, k, v, log_decay],
@@ -52,7 +53,7 @@ def backward(call: PowerCall, saved: Saved, dout: Tensor | None, into: Gradients
     dout = torch.zeros_like(saved.out) if dout is None else dout
     row_sums, k_dk = into.dq.new_empty(dout.shape[:3]), into.dk.new_empty(into.dk.shape[:3])
     inputs = [saved.q, saved.k, saved.v, log_decay, saved.out, dout, saved.inverse, saved.is_live]
-    _call(
+    call_compiled(
         "attention_form_backward",
         problem,
         inputs,
@@ -74,14 +75,19 @@ class _Sizes(Structure):
 
     _fields_ = (
         *((name, c_int) for name in ("B", "T", "G", "R", "K", "V", "C", "blocks")),
-        *((name, c_int) for name in ("normalize", "degree")),
+        *((name, c_int) for name in ("S", "normalize", "degree")),
         ("scale", c_float),
         ("floor", c_float),
     )
 
 
-def _call(
-    name: str, problem: CallSizes, inputs: list[Tensor | None], outputs: list[Tensor | None]
+def call_compiled(
+    name: str,
+    problem: CallSizes,
+    inputs: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    *,
+    num_sums: int = 1,
 ) -> None:
     """Call a function with tensors (B, T, heads, width) or (B, T, heads); float64 is passed as
     it is."""
@@ -90,7 +96,8 @@ def _call(
     assert all(x is None or _has_innermost_width(x) for x in outputs)
     sizes = _Sizes(
         *(problem.B, problem.T, problem.G, problem.R, problem.K, problem.V),
-        *(problem.block_size, problem.blocks_per_chunk, problem.normalize, problem.degree),
+        *(problem.block_size, problem.blocks_per_chunk, num_sums),
+        *(problem.normalize, problem.degree),
         *(problem.scale, DENOMINATOR_FLOOR),
     )
     arguments = (

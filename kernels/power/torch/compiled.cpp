@@ -4,3 +4,4 @@
 #include "attention_form.h"
 #include "copies.h"
 #include "features.h"
+#include "gated_sums.h"

@@ -28,6 +28,8 @@ def _load() -> CDLL | None:
         functions.attend_backward.argtypes = [c_void_p] * 8 + [c_int] * 9
         functions.attention_form.argtypes = [c_void_p] * 8 + [c_int]
         functions.attention_form_backward.argtypes = [c_void_p] * 14 + [c_int]
+        functions.gated_sums.argtypes = [c_void_p] * 8 + [c_int]
+        functions.gated_sums_backward.argtypes = [c_void_p] * 13 + [c_int]
         functions.copy_transposed.argtypes = [
             *[c_void_p] * 2,
             *[_Numbers] * 3,

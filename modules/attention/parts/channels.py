@@ -26,6 +26,7 @@ class Channels(VectorGates):
 
     coordinates = 2  # channel c of a head has the coordinates c and c + V of its queries and keys
     splits_values = True
+    shares_scores = False  # Scales are of channels.
     in_float32 = False
     generate: Callable[..., tuple[tuple[GatedSum, ...], dict[str, Tensor]]]
     """The variant's method: its gates and scales, and the carried values at every token."""

@@ -30,7 +30,9 @@ from pairwise import (
 from torch import Tensor
 
 from longhaul.kernels import power_attention
+from longhaul.kernels.power.torch import compiled
 from longhaul.modules.attention import Attention
+from longhaul.modules.documents import Documents
 
 
 def zeros_logits(attention: Attention, x: Tensor) -> Tensor:
@@ -234,6 +236,31 @@ def test_ordered_zeros_with_gates_of_one_equals_unordered(second_order: bool) ->
             gate.weight.zero_()
             gate.bias.fill_(60.0)  # gamma = 1 - 1e-26
     assert_same(ordered(tokens(), keep_state=False)[0], wanted)
+
+
+@pytest.mark.skipif(not compiled.attends(1, torch.empty(0)), reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+    "options", [{}, {"ordered": True, "second_order": True}, {"form": "notes"}], ids=str
+)
+def test_all_sums_in_one_call_are_those_of_the_op(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = build("zeros", **options)
+    is_first = torch.zeros(tokens().shape[:2], dtype=torch.bool)
+    is_first[:, [0, 1, T // 2]] = True
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        x = tokens().to(dtype).requires_grad_()
+        documents = Documents(x, is_first)
+        y = attention.to(dtype)(x, documents=documents, keep_state=False)[0]
+        leaves = [x, *attention.parameters()]
+        return [y, *torch.autograd.grad(y, leaves, tokens().flip(1).to(dtype))]
+
+    wanted = results(torch.float64)
+    monkeypatch.setattr(attention, "stack", None)  # what the op takes is not made
+    for found, right in zip(results(torch.float32), wanted, strict=True):
+        bound = 1e-4 * max(1, right.abs().max().item())
+        torch.testing.assert_close(found.double(), right, rtol=0, atol=bound)
 
 
 def test_zeros_is_three_calls_of_the_op() -> None:

@@ -8,6 +8,7 @@ from longhaul.kernels import power_attention
 from longhaul.kernels.power.call import Forward, PowerCall, Saved
 from longhaul.kernels.power.torch import attention_form, compiled
 from longhaul.kernels.power.torch.chunked.backward import Gradients
+from longhaul.kernels.power.torch.gated_sums import add_gated_sums
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 pytestmark = pytest.mark.skipif(
@@ -51,12 +52,13 @@ def is_alone(x: Tensor) -> bool:
     return bool(x.isfinite().all() and after.isnan().all())
 
 
+# B, T, H, G, K, V: one token; blocks that lack tokens; more than a span and a vector
+SIZES = [(1, 1, 1, 1, 1, 1), (2, 257, 4, 2, 5, 3), (1, 70, 2, 2, 40, 33)]
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("has_gates", [False, True])
-@pytest.mark.parametrize(
-    "sizes",  # B, T, H, G, K, V: one token; blocks that lack tokens; more than a span and a vector
-    [(1, 1, 1, 1, 1, 1), (2, 257, 4, 2, 5, 3), (1, 70, 2, 2, 40, 33)],
-)
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("degree", [1, 2])
 def test_outputs_and_gradients(
     degree: int, sizes: tuple[int, int, int, int, int, int], has_gates: bool, normalize: bool
@@ -102,6 +104,36 @@ def test_outputs_and_gradients(
         assert is_alone(found)
         bound = terms**0.5 * torch.finfo(torch.float32).eps * max(right.abs().max().item(), 1)
         torch.testing.assert_close(found.double(), right, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gated_sums_over_the_same_scores(
+    degree: int, sizes: tuple[int, int, int, int, int, int]
+) -> None:
+    torch.manual_seed(0)
+    B, T, H, G, K, V = sizes
+    S = 3
+    q, k, v = between((B, T, H, K)), between((B, T, G, K), strided=True), between((B, T, G, V))
+    log_g = -torch.rand(B, T, G, S) * torch.tensor([0.0, 0.01, 3.0])
+    log_g[:, T // 2, :, 1] = -200  # a reset, which is no difference of infinities in the formula
+    value_scale, output_scale = torch.randn(B, T, G, S), torch.randn(B, T, H, S)
+    inputs = [x.requires_grad_() for x in (q, k, v, log_g, value_scale, output_scale)]
+    out = add_gated_sums(*inputs, degree=degree, scale=SCALE)
+    dout = torch.randn(B, T, 1, 1).expand(out.shape)
+    found = torch.autograd.grad(out, inputs, dout)
+
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = out.new_zeros(out.shape).double()
+    for n in range(S):
+        gates, by, factor = (x[..., n] for x in wide[3:])
+        one = formula(*wide[:2], wide[2] * by[..., None], gates, degree, normalize=False)
+        wanted = wanted + one * factor[..., None]
+    gradients = torch.autograd.grad(wanted, wide, dout.double())
+    terms = 256 * T * K
+    for x, right in zip((out, *found), (wanted, *gradients), strict=True):
+        bound = terms**0.5 * torch.finfo(torch.float32).eps * max(right.abs().max().item(), 1)
+        torch.testing.assert_close(x.double(), right, rtol=0, atol=bound)
 
 
 def test_a_mean_may_have_a_huge_denominator() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from longhaul.kernels import native, power_attention, state_features
 from longhaul.kernels.power.torch import compiled
 from longhaul.kernels.power.torch.features import StateToRead, expand, multiplicity
+from longhaul.kernels.power.torch.gated_sums import add_gated_sums
 
 pytestmark = pytest.mark.skipif(
     not compiled.attends(2, torch.empty(0)), reason="there is no C++ compiler"
@@ -183,6 +184,20 @@ def everything(threads: int, degree: int) -> list[Tensor]:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_threads_change_no_bit(degree: int, threads: int) -> None:
     for one, other in zip(everything(1, degree), everything(threads, degree), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_threads_change_no_bit_of_gated_sums(degree: int) -> None:
+    inputs = [torch.randn(2, 300, heads, width) for heads, width in ((4, 8), (2, 8), (2, 5))]
+    inputs += [-torch.rand(2, 300, 2, 3), torch.randn(2, 300, 2, 3), torch.randn(2, 300, 4, 3)]
+    leaves = [x.requires_grad_() for x in inputs]
+    results = []
+    for threads in (1, 3):
+        with torch_threads(threads):
+            out = add_gated_sums(*leaves, degree=degree, scale=0.5)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
