@@ -36,6 +36,7 @@ from longhaul.pipeline.checkpoints.integrity import (
     verify,
     write_state_and_checksums,
 )
+from longhaul.pipeline.checkpoints.planner import Planner, SavePlans
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.together import ask_first_rank, place_in
 from longhaul.pipeline.checkpoints.writer import CheckpointWriter, write_in_turn
@@ -84,6 +85,7 @@ class CheckpointStore:
         # Reused for every save, because page-locked memory is slow to allocate.
         self._stager = _Stager(is_pinned=self._is_pinned)
         self._save_in_progress: tuple[Path, Future[Any]] | None = None
+        self._plans = SavePlans()
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -117,10 +119,11 @@ class CheckpointStore:
             dict(tensors),
             storage_writer=CheckpointWriter(
                 temporary,
-                begin=partial(self._begin, temporary),
+                begin=lambda: self._begin(temporary, self._plans.num_bytes),
                 # Copied, because the caller goes on changing the state.
                 end=partial(self._commit, temporary, target, json.loads(json.dumps(state))),
             ),
+            planner=Planner(self._plans, self._group),
             process_group=self._group,
             no_dist=self._group is None,
         )

@@ -12,7 +12,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.futures import Future
 
 from longhaul.datamodules.files.atomic import flush
 from longhaul.pipeline.checkpoints.integrity import CheckpointError, checksum
+from longhaul.pipeline.checkpoints.planner import bytes_of
 
 # Largest file. Each is read back after it was written, which takes this much additional memory.
 _MAX_FILE_BYTES = 1 << 29
@@ -40,14 +40,14 @@ class CheckpointWriter(StorageWriter):
         self,
         folder: Path,
         *,
-        begin: Callable[[int], None],
+        begin: Callable[[], None],
         end: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """Prepare to write one checkpoint.
 
         Args:
             folder: where the files are written; `begin` creates it.
-            begin: called with the total bytes of all tensors, before any is written.
+            begin: called before any tensor is written.
             end: called with the size and sha256 of every file, by name, when all are on disk.
         """
         super().__init__()
@@ -68,8 +68,8 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._begin(sum(_bytes(item) for plan in plans for item in plan.items))
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        self._begin()
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
@@ -77,7 +77,8 @@ class CheckpointWriter(StorageWriter):
             tensors = {item.index.fqn: _cpu_tensor(planner.resolve_data(item)) for item in items}
             offsets = {item.index.fqn: list(item.index.offset or ()) for item in items}
             written = name, _write_tensors(self.folder / name, tensors, offsets)
-            results += [WriteResult(item.index, _bytes(item), written) for item in items]
+            # One for each file: the first rank reads them all.
+            results.append(WriteResult(items[0].index, sum(map(bytes_of, items)), written))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -92,11 +93,11 @@ def _split_into_files(plan: SavePlan) -> Iterator[tuple[str, list[WriteItem]]]:
     sizes: dict[str, int] = {}
     for item in plan.items:
         group = item.index.fqn.partition("/")[0]
-        if not groups[group] or sizes[group] + _bytes(item) > _MAX_FILE_BYTES:
+        if not groups[group] or sizes[group] + bytes_of(item) > _MAX_FILE_BYTES:
             groups[group].append([])
             sizes[group] = 0
         groups[group][-1].append(item)
-        sizes[group] += _bytes(item)
+        sizes[group] += bytes_of(item)
     for group, files in groups.items():
         for number, items in enumerate(files):
             yield f"{group}-{plan.storage_data:05d}-{number:03d}.safetensors", items
@@ -126,11 +127,6 @@ def write_in_turn(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
         held[name] = tensor.contiguous()
     write()
     return files
-
-
-def _bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
 
 
 def _cpu_tensor(data: Any) -> Tensor:

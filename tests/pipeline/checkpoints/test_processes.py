@@ -118,6 +118,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard, distribute_tensor
 from longhaul.pipeline.checkpoints import writer
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
@@ -139,6 +140,14 @@ tensors["optimizer/three/exp_avg"] = sharded(3, 5, 50).bfloat16()
 tensors["optimizer/three/step"] = torch.tensor(7.0)
 if rank == 0:
     tensors["rng/torch"] = torch.arange(4, dtype=torch.uint8)
+
+planned, create_global_plan = [], DefaultSavePlanner.create_global_plan
+
+def noting(planner, plans):
+    planned.append([len(plan.items) for plan in plans])
+    return create_global_plan(planner, plans)
+
+DefaultSavePlanner.create_global_plan = noting
 store = CheckpointStore(folder / "checkpoints", keep_last=9, group=group)
 store.start(2, tensors, {"rank": rank})
 store.wait()
@@ -168,6 +177,11 @@ except CheckpointError as error:
 writer.save_file = real
 store.start(4, tensors, {})
 store.wait()
+if rank == 1:  # The plan of one rank is another.
+    tensors["model/last"] = torch.tensor([4.0])
+store.start(5, tensors, {})
+store.wait()
+print(planned)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -185,12 +199,13 @@ def test_two_ranks_and_one_read_what_either_has_written(tmp_path: Path, fork: Fo
     store.start(1, wanted, {})
     store.wait()
     ranks = [fork(TWO_RANKS, tmp_path, str(rank), str(tmp_path)) for rank in range(2)]
-    for rank in ranks:
+    for rank, planned in zip(ranks, ([[5, 4], [5, 5]], []), strict=True):
         out, error = rank.communicate(timeout=60)
         assert rank.returncode == 0, f"{out}\n{error}"
+        assert out.endswith(f"\n{planned}\n"), out
         assert out.startswith("checkpoint of step 3 could not be saved"), out
         assert "rank 1: model-00001-000.safetensors does not read back" in out
-    assert _names(store) == [f"step-{step:09d}" for step in (1, 2, 4)]
+    assert _names(store) == [f"step-{step:09d}" for step in (1, 2, 4, 5)]
     path = store.folder / "step-000000002"
     assert {file.name for file in path.glob("model-*")} == {
         f"model-{rank:05d}-000.safetensors" for rank in range(2)
@@ -200,6 +215,10 @@ def test_two_ranks_and_one_read_what_either_has_written(tmp_path: Path, fork: Fo
     found = {name: saved.read_one(name) for name in wanted}
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert saved.state(dict[str, int]) == {"rank": 0}
+    wanted["model/last"] = torch.tensor([4.0])
+    last = SavedCheckpoint(store.path_of(5))
+    found = {name: last.read_one(name) for name in last.tensors}
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 READ_ONLY = (
