@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -133,7 +133,7 @@ class DeepSpeedZero(Resumable, LaunchesRanks, DeepSpeedStrategy):
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         """Full tensors, gathered one by one. Each rank keeps every world_size-th parameter's."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+        from deepspeed.utils import safe_get_full_optimizer_state
 
         zero = cast(Any, optimizer)
         states = list(zero.optimizer.state.values())
@@ -143,23 +143,22 @@ class DeepSpeedZero(Resumable, LaunchesRanks, DeepSpeedStrategy):
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            gathered: dict[str, Tensor] = {}
-            if not parameter.requires_grad:
-                with self._gathered(parameter):
-                    gathered[f"model/{name}"] = parameter.detach().clone()
-            else:
-                gathered[f"model/{name}"] = safe_get_full_fp32_param(parameter)
-                if states:
-                    for key in self._moments:
-                        value = safe_get_full_optimizer_state(parameter, key)
-                        gathered[f"optimizer/{name}/{key}"] = value
-                    gathered[f"optimizer/{name}/step"] = states[0]["step"]
+            gathered = {f"model/{name}": self._whole(parameter)}
+            if parameter.requires_grad and states:
+                for key in self._moments:
+                    value = safe_get_full_optimizer_state(parameter, key)
+                    gathered[f"optimizer/{name}/{key}"] = value
+                gathered[f"optimizer/{name}/step"] = states[0]["step"]
             if number % self.world_size == self.global_rank:
                 for key, value in gathered.items():
                     if key not in self._kept:
                         self._kept[key] = torch.empty_like(value, device="cpu")
                     self._kept[key].copy_(value.detach())
         return dict(self._kept)
+
+    def whole_weights(self, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            yield name, self._whole(parameter)
 
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         zero = cast(Any, optimizer)
@@ -204,6 +203,15 @@ class DeepSpeedZero(Resumable, LaunchesRanks, DeepSpeedStrategy):
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         else:
             zero.update_lp_params()
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter's value in the precision in which it is trained."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if not parameter.requires_grad:
+            with self._gathered(parameter):
+                return parameter.detach().clone()
+        return cast(Tensor, safe_get_full_fp32_param(parameter))
 
     def _flat_shards(self, zero: Any) -> list[Tensor]:
         """This rank's float32 shards of the parameters, as the inner optimizer holds them."""

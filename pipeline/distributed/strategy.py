@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -14,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel
@@ -32,6 +34,14 @@ class Resumable(Parallelism):
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         """The tensors that this rank contributes to a checkpoint, by name; not copied."""
         return training_tensors(model, optimizer)
+
+    def whole_weights(self, model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each weight as a checkpoint has them, not copied where a rank has all.
+
+        All ranks iterate together: where they shard the model, each step gathers a weight.
+        """
+        for name, tensor in model.state_dict().items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         """Restore tensors that were saved under this or any other strategy."""

@@ -1,13 +1,14 @@
 """Loads a trained model from a run folder or from one of its checkpoints."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.corpus import Corpus
@@ -16,7 +17,7 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step
+from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
@@ -26,6 +27,7 @@ from longhaul.pipeline.system.compile_caches import use_private_caches
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_MOST_CHECKSUMS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,6 @@ def load_trained_model(
     positions: str = "none",
     factor: float = 1.0,
     ranks: Ranks = SINGLE_PROCESS,
-    device: torch.device | None = None,
 ) -> TrainedModel:
     """The model of a checkpoint, or of the newest intact checkpoint of a run.
 
@@ -69,7 +70,6 @@ def load_trained_model(
         positions: scaling of positions beyond the training context: none, linear or dynamic_ntk.
         factor: multiple of the training context to which positions are scaled.
         ranks: the processes that evaluate the model together, all of which call this.
-        device: of the model; by default a GPU where there is one.
 
     Raises:
         ValueError: the path is neither, the run has no checkpoint yet, or a layer of the model
@@ -81,22 +81,64 @@ def load_trained_model(
         config = stored_config(folder)
         scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
         saved = SavedCheckpoint(checkpoint, "model")
-        with torch.device("meta"):
-            model = LanguageModel(config.model)
-        model.set_positions(scaling)
+        model = _without_weights(config, scaling)
         saved.check_group("model", model.state_dict())
         model.load_state_dict(saved.read_group("model"), assign=True)
-        place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model.to(place).eval()
         step = saved.state(TrainingState).progress.step
         corpus = training_corpus(folder, config)
-        checksums = read_regular(checkpoint / CHECKSUMS, 16 << 20)
+        checksums = read_regular(checkpoint / CHECKSUMS, _MOST_CHECKSUMS_BYTES)
         return TrainedModel(
             model, config, folder, checkpoint, step, place, scaling, corpus, checksums, ranks
         )
 
     use_private_caches()
     return read_checkpoint(run_or_checkpoint, load, ranks)
+
+
+def copy_trained_model(
+    checkpoint: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    ranks: Ranks,
+    device: torch.device,
+) -> TrainedModel:
+    """The model of a checkpoint that has just been saved, without reading its tensors.
+
+    Training goes on with its own model, which its ranks may shard, and which is not in evaluation
+    mode.
+
+    Args:
+        checkpoint: its path.
+        weights: of the model in training, by name. All ranks iterate them together.
+        ranks: the processes that evaluate the copies together, all of which call this.
+        device: of the copy.
+    """
+    folder, _ = locate(checkpoint)
+    config = stored_config(folder)
+    scaling = PositionScaling(name="none", factor=1.0, context=config.data.context)
+    model = _without_weights(config, scaling)
+    wanted = model.state_dict()
+    copies = {name: torch.empty_like(tensor, device=device) for name, tensor in wanted.items()}
+    # A rank without memory for them fails here, and not where the others wait for it in `weights`.
+    ranks.gather(list[None]())
+    for name, tensor in weights:
+        copies[name] = copies[name].to(tensor.dtype).copy_(tensor.detach())
+    model.load_state_dict(copies, assign=True)
+    model.eval()
+    step = step_of(checkpoint)
+    corpus = training_corpus(folder, config)
+    checksums = read_regular(checkpoint / CHECKSUMS, _MOST_CHECKSUMS_BYTES)
+    return TrainedModel(
+        model, config, folder, checkpoint, step, device, scaling, corpus, checksums, ranks
+    )
+
+
+def _without_weights(config: RunConfig, positions: PositionScaling) -> LanguageModel:
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    model.set_positions(positions)
+    return model
 
 
 def read_checkpoint(
@@ -135,7 +177,7 @@ def read_checkpoint(
 
 @cache
 def _warn_once(line: str) -> None:
-    """Log a warning, which a training that evaluates its own checkpoints would repeat."""
+    """Log a warning, which a program that loads many checkpoints of a run would repeat."""
     logger.warning("%s", line)
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.pipeline.distributed.strategy import resumable
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.tasks.positions import SourceLoss, measure_positions, summarise
 from longhaul.pipeline.runs.ranks import Ranks
-from longhaul.pipeline.runs.trained_model import load_trained_model
+from longhaul.pipeline.runs.trained_model import copy_trained_model
 from longhaul.pipeline.training.after_update import AfterUpdate
 from longhaul.pipeline.training.preemption import StopRequests
 from longhaul.pipeline.training.recorder import Recorder
@@ -94,15 +95,16 @@ class Evaluation:
             after.set_activity(f"evaluating {name}")
             # Evaluation must not change the random numbers of training.
             with torch.random.fork_rng(devices):
-                self._run_task(name, checkpoint)
+                self._run_task(name, checkpoint, after)
         if devices:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _run_task(self, name: str, checkpoint: Path) -> None:
+    def _run_task(self, name: str, checkpoint: Path, after: AfterUpdate) -> None:
         """Run an evaluation task. One that fails on a rank is logged, and training goes on."""
         try:
             with self._ranks.together():
-                trained = load_trained_model(checkpoint, ranks=self._ranks, device=self._device)
+                weights = resumable(after.trainer).whole_weights(after.module.model)
+                trained = copy_trained_model(checkpoint, weights, self._ranks, self._device)
                 tracker = None if self._recorder is None else self._recorder.tracker
                 evaluate(trained, [name], {}, tracker)
         except Exception as error:  # A task may be anybody's file.
