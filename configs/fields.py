@@ -32,6 +32,11 @@ class Leaf(NamedTuple):
         """The classes that a value may have; NoneType for null."""
         return types_of(self.hint)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether all that is written plain is text, whatever YAML takes it for."""
+        return str in self.types and int not in self.types
+
 
 class Entries(NamedTuple):
     """A mapping from names to objects of a dataclass, or a list of them."""

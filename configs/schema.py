@@ -54,8 +54,8 @@ class TrainerConfig:
     context_parallel: AtLeastOne = 1
     """Ranks that share each sequence, a divisor of ranks and context; 1 for quadratic kinds."""
 
-    activation_checkpointing: Annotated[int, Field(ge=0)] = 0
-    """n: recompute every n-th block in the backward pass; 0: none."""
+    activation_checkpointing: Annotated[int, Field(ge=0)] | Literal["light"] = 0
+    """n: recompute every n-th block in the backward pass; light: all but products; 0: none."""
 
     compile: bool | None = None
     """Compile each block; null: on GPUs; never with deepspeed, context_parallel, deterministic."""

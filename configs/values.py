@@ -153,7 +153,7 @@ def _keep_texts(node: yaml.Node, wanted: Any) -> None:
     for count, (one, fields) in enumerate(_below_node(node, wanted)):
         if count > MOST_VALUES:
             raise ConfigError(f"found more than {MOST_VALUES} values")
-        if isinstance(fields, Leaf) and str in fields.types and _is_plain(one):
+        if isinstance(fields, Leaf) and fields.is_text and _is_plain(one):
             one.tag = "tag:yaml.org,2002:str"
 
 
@@ -218,7 +218,7 @@ def _command_line(overrides: Sequence[str]) -> DictConfig:
         wanted: Any = run_fields()
         for part in key.split("."):
             wanted = KIND if wanted is KINDS else _below(wanted, part)
-        is_text = isinstance(wanted, Leaf) and str in wanted.types and text[:1] not in ("'", '"')
+        is_text = isinstance(wanted, Leaf) and wanted.is_text and text[:1] not in ("'", '"')
         try:
             value: Any = text
             if not is_text:

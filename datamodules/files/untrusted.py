@@ -19,7 +19,8 @@ import stat
 from collections.abc import Hashable
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -221,9 +222,13 @@ def checked_value(hint: Any, value: object, where: object) -> Any:
     try:
         return _adapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
-        null = " or null" if type(None) in get_args(hint) else ""
-        key = ".".join((str(where), *(_plain(part) for part in error.errors()[0]["loc"])))
-        raise ValueError(f"{key}: {_violation(error)}{null}") from None
+        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+        null = " or null" if type(None) in members else ""
+        # Of a union pydantic has an error for each member, whose place begins with its name.
+        is_union = len(members) - bool(null) > 1
+        below = error.errors()[0]["loc"][is_union:]
+        key = ".".join((str(where), *(_plain(part) for part in below)))
+        raise ValueError(f"{key}: {_violation(error, is_union=is_union)}{null}") from None
 
 
 def check_fields(config: object, prefix: str) -> None:
@@ -276,8 +281,10 @@ def _first_violation(error: ValidationError) -> str:
     return f"{key}: {violation}" if key else violation
 
 
-def _violation(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
+def _violation(error: ValidationError, *, is_union: bool = False) -> str:
+    """What is wrong first; of a union, what each of its members wanted."""
+    errors = error.errors(include_url=False)
+    first = errors[0]
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
         why = one_line(context.get("error", first["msg"]))
@@ -287,7 +294,10 @@ def _violation(error: ValidationError) -> str:
         return "found nothing, wanted a value"
     if kind == "value_error":
         return one_line(context["error"])
-    wanted = re.sub(r"^\w+ should (be |have |match )?", "", first["msg"])
+    wanted = " or ".join(
+        re.sub(r"^\w+ should (be |have |match )?", "", one["msg"])
+        for one in (errors if is_union else errors[:1])
+    )
     found = first["input"]
     is_word = found is None or isinstance(found, bool)  # as JSON and YAML write it
     return f"found {json.dumps(found) if is_word else shown(found)}, wanted {one_line(wanted)}"

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,11 @@ def serves(*tensors: Tensor) -> bool:
 
     Not those that are traced, batched or transformed, nor negated when they are read.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    # Selective activation checkpointing is a mode as well, but need not see what C++ computes.
+    is_traced = (
+        torch._C._len_torch_dispatch_stack() and is_in_any_mode_without_ignore_compile_internals()
+    )
+    if is_traced or torch._C._are_functorch_transforms_active():
         return False
     return all(
         type(x) in (Tensor, Parameter)

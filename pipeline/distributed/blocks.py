@@ -1,6 +1,7 @@
 """Applies compilation, activation checkpointing and FSDP2 to the blocks of a model."""
 
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -9,14 +10,26 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import flop_registry
 
 from longhaul.configs.schema import TrainerConfig
+from longhaul.kernels.common.custom_ops import NAMESPACE
 from longhaul.modules.attention.base import float32_weights
 from longhaul.modules.language_model import LanguageModel
 
+Checkpointing = int | Literal["light"]
+"""As trainer.activation_checkpointing."""
 
-def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: bool) -> None:
+# Matrix products and attention, whose FLOPs torch counts; but it knows none of attention on a CPU.
+_PRODUCTS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
+
+
+def prepare_blocks(model: LanguageModel, *, checkpointing: Checkpointing, compiled: bool) -> None:
     """Compile the blocks, and checkpoint the activations of some; results do not change.
 
     Each block's `forward` is replaced, not the module. So parameters keep their names, and the
@@ -24,8 +37,9 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
 
     Args:
         model: its blocks are changed in place.
-        checkpoint_every: every n-th block keeps only its input for the backward pass, which
-            computes the block again. 0 for none.
+        checkpointing: n: every n-th block keeps only its input for the backward pass, which
+            computes the block again. "light": every block also keeps the results of its products,
+            and all else is computed again. 0: neither.
         compiled: whether to compile each block.
     """
     if compiled:
@@ -34,12 +48,23 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
         torch._dynamo.config.optimize_ddp = False
     for number, block in enumerate(model.blocks):
         forward = block.forward
+        # Blocks draw no random numbers, so no RNG state is preserved.
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        if checkpointing == "light":
+            # Inside of the compiled function, in which the products would not be seen from outside.
+            context = partial(create_selective_checkpoint_contexts, _policy)
+            forward = partial(recomputed, forward, context_fn=context)
         if compiled:
             forward = torch.compile(forward)
-        if checkpoint_every and number % checkpoint_every == 0:
-            # Blocks draw no random numbers, so no RNG state is preserved.
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        if isinstance(checkpointing, int) and checkpointing and number % checkpointing == 0:
+            forward = partial(recomputed, forward)
         block.forward = forward
+
+
+def _policy(_: Any, op: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
+    """Whether `light` keeps the results of an op. All custom ops of ours are products."""
+    is_product = op.namespace == NAMESPACE or getattr(op, "overloadpacket", op) in _PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard_as_configured(model: LanguageModel, trainer: TrainerConfig, device_type: str) -> None:

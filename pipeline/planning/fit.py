@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from longhaul.configs import RunConfig, load_run_config
+from longhaul.pipeline.distributed.blocks import Checkpointing
 from longhaul.pipeline.planning.memory import MemorySettings, Plan, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES
 from longhaul.pipeline.system.devices import DEVICES, Device, find_device
@@ -137,7 +138,7 @@ def _smallest_change(config: RunConfig, memory_bytes: int, planner: Planner) -> 
 
 def _all_settings(config: RunConfig) -> Iterator[MemorySettings]:
     own = configured_settings(config)
-    modes = sorted({0, 1, own.checkpointing})
+    modes = (0, "light", *sorted({1, own.checkpointing} - {0, "light"}))
     strategies: list[tuple[str, int | None]] = [("single", None)]
     if config.trainer.world_size > 1:
         strategies += [("ddp", None), ("fsdp", None)]
@@ -154,19 +155,24 @@ def _changes(
     """Changes from small to large: config values, the settings they make, micro-batches to try."""
     as_it_is = [config.trainer.micro_batch]
     smaller = _micro_batches(config)
-    recomputed = dataclasses.replace(own, checkpointing=1)
-    checkpointing = "trainer.activation_checkpointing=1"
     yield [], own, smaller
-    yield [checkpointing], recomputed, as_it_is
-    yield [checkpointing], recomputed, smaller
+    yield from _recomputing([], own, as_it_is, smaller)
     if config.trainer.world_size > 1 and own.strategy in ("single", "ddp"):
         sharded = MemorySettings(strategy="fsdp", checkpointing=own.checkpointing)
         change = ["trainer.strategy=fsdp"]
         yield list(change), sharded, as_it_is
-        change.append(checkpointing)
-        sharded = dataclasses.replace(sharded, checkpointing=1)
-        yield list(change), sharded, as_it_is
-        yield list(change), sharded, smaller
+        yield from _recomputing(change, sharded, as_it_is, smaller)
+
+
+def _recomputing(
+    change: list[str], settings: MemorySettings, *micro_batches: Sequence[int]
+) -> Iterator[tuple[list[str], MemorySettings, Sequence[int]]]:
+    """The change together with each that recomputes, the one that takes less time first."""
+    modes: tuple[Checkpointing, ...] = ("light", 1)
+    for mode in modes:
+        recomputed = dataclasses.replace(settings, checkpointing=mode)
+        for sizes in micro_batches:
+            yield [*change, f"trainer.activation_checkpointing={mode}"], recomputed, sizes
 
 
 def _micro_batches(config: RunConfig) -> list[int]:
@@ -192,8 +198,9 @@ def _largest_that_fits(
 
 
 def _checkpointing(settings: MemorySettings) -> str:
-    every = settings.checkpointing
-    return {0: "none", 1: "every block"}.get(every, f"1 in {every}")
+    mode = settings.checkpointing
+    names: dict[Checkpointing, str] = {0: "none", "light": "light", 1: "every block"}
+    return names.get(mode, f"1 in {mode}")
 
 
 def _device_memory(device: Device) -> str:

@@ -22,6 +22,7 @@ from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import build_optimizer, num_moments
 from longhaul.pipeline.distributed.blocks import (
+    Checkpointing,
     num_replicas,
     prepare_blocks,
     shard_as_configured,
@@ -51,7 +52,7 @@ class MemorySettings:
 
     strategy: str  # single | ddp | fsdp | deepspeed
     stage: int | None = None  # of DeepSpeed
-    checkpointing: int = 0  # every n-th block is recomputed; 0: none
+    checkpointing: Checkpointing = 0
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ class Planner:
         self._config = config
         self._backend = backend
         self._workspace = OpWorkspace()
-        self._traced: dict[tuple[int, int, int, int, str], _Traced] = {}
+        self._traced: dict[tuple[int, int, int, Checkpointing, str], _Traced] = {}
 
     def plan(self, settings: MemorySettings, micro_batch: int | None = None) -> Plan:
         """The plan of a rank with these settings; `micro_batch` None means the config's.
@@ -194,7 +195,7 @@ class _Traced:
 
 
 def _trace_update(
-    config: RunConfig, checkpointing: int, workspace: OpWorkspace, strategy: str
+    config: RunConfig, checkpointing: Checkpointing, workspace: OpWorkspace, strategy: str
 ) -> _Traced:
     """Trace an update that is not the run's first: the optimizer already has its moments."""
     tracker = MemoryTracker(workspace)
@@ -206,7 +207,7 @@ def _trace_update(
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         parameters = model.num_parameters()
-        prepare_blocks(model, checkpoint_every=checkpointing, compiled=False)
+        prepare_blocks(model, checkpointing=checkpointing, compiled=False)
         if parts > 1:
             model.split_sequence(_LastPart(parts))
         if is_sharded:

@@ -29,7 +29,7 @@ def _advice(config: RunConfig, memory_bytes: int) -> str:
         try:
             change = planned.get(ADVICE_S)
         except Exception:  # Whatever planning met, the run's own error is what counts.
-            return "halve it, or set trainer.activation_checkpointing=1"
+            return "halve it, or set trainer.activation_checkpointing=light"
     if change is None:
         return "no smaller one would fit, nor any strategy here"
     return f"the smallest change that would fit: {change}"

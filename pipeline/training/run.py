@@ -214,7 +214,7 @@ def build_module(config: RunConfig) -> Pretraining:
         module.model.check_context_parallel()
     prepare_blocks(
         module.model,
-        checkpoint_every=config.trainer.activation_checkpointing,
+        checkpointing=config.trainer.activation_checkpointing,
         compiled=config.trainer.is_compiled(on_gpu=uses_gpu(config.trainer.accelerator)),
     )
     return module

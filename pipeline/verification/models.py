@@ -43,7 +43,7 @@ class Step:
         A loss that is not finite, or does not fall on the repeated batch, is a fault.
         """
         model = _built(self.model, device)
-        prepare_blocks(model, checkpoint_every=0, compiled=self.is_compiled)
+        prepare_blocks(model, checkpointing=0, compiled=self.is_compiled)
         shape = (self.batch, self.context + 1)
         tokens = torch.randint(self.model.vocabulary, shape, device=device)
         batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -151,6 +151,7 @@ def _settings(machine: Machine) -> dict[str, tuple[str, ...]]:
     if ranks > 1:
         parallel = ("trainer.strategy=ddp", f"trainer.context_parallel={ranks}", devices)
         found[f"context parallel {on}"] = parallel
+    found["single, light"] = (*_ONE, "trainer.activation_checkpointing=light")
     found["single, recomputed"] = (*_ONE, "trainer.activation_checkpointing=1")
     return found
 

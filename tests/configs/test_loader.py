@@ -72,6 +72,11 @@ def test_paths_of_an_inherited_run_begin_at_its_folder(tmp_path: Path) -> None:
             "model.attention.kind=sofmax",
             "model.attention.kind: found 'sofmax', wanted one of .*softmax",
         ),
+        (
+            "trainer.activation_checkpointing=heavy",
+            "trainer.activation_checkpointing: found 'heavy', wanted a valid integer or 'light'",
+        ),
+        ("trainer.activation_checkpointing=-1", "found -1, wanted .* equal to 0 or 'light'"),
         ("model.width=1.5", "model.width: found 1.5, wanted a valid integer"),
         ("model.width=true", "model.width: found true, wanted a valid integer"),
         ("optim.learning_rate=fast", "optim.learning_rate: found 'fast', wanted a valid number"),

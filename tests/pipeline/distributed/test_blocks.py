@@ -1,17 +1,25 @@
-"""What is done to blocks: one compiled graph a kind; bf16 weights but for gates and rates."""
+"""What is done to blocks: one compiled graph a kind; bf16 weights but for gates and rates.
+
+And what is computed again in the backward pass, which changes no bit.
+"""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longhaul.configs import load_run_config
-from longhaul.modules.attention import registered_variants
+from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.distributed.blocks import prepare_blocks
+from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.pipeline.distributed.blocks import Checkpointing, prepare_blocks
 from longhaul.pipeline.training import run
 
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
@@ -26,6 +34,7 @@ GROUPED = tuple(f"{kind}/{shape}" for kind in ("sympow", "complex", "coca")
         ("eager", 3, ("conformal_sympow", "softmax/gemma")),
         pytest.param("aot_eager", 0, ("conformal_sympow", *SHAPES), marks=pytest.mark.wide),
         pytest.param("aot_eager", 3, GROUPED, marks=pytest.mark.wide),
+        pytest.param("aot_eager", 3, ("softmax/light", "deltanet/light"), marks=pytest.mark.wide),
         pytest.param("aot_eager", 50, registered_variants(), marks=pytest.mark.wide),
         pytest.param("aot_eager", 0, registered_variants(), marks=pytest.mark.soak),
         pytest.param("inductor", 0, ("conformal_sympow", *SHAPES), marks=pytest.mark.soak),
@@ -71,7 +80,7 @@ model = LanguageModel(config)
 backend = sys.argv[2]
 if backend != "none":
     torch.compile = partial(torch.compile, backend=backend)
-prepare_blocks(model, checkpoint_every=1, compiled=backend != "none")
+prepare_blocks(model, checkpointing=1, compiled=backend != "none")
 mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
 policy = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -148,7 +157,7 @@ for row in rows.flatten(0, 1):
 for replicas in (1, 2):
     sharded = LanguageModel(config)
     sharded.load_state_dict(whole.state_dict())
-    prepare_blocks(sharded, checkpoint_every=2, compiled=False)
+    prepare_blocks(sharded, checkpointing=2, compiled=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     shard(sharded, device_mesh("cpu", 2, replicas), policy)
     assert list(sharded.state_dict()) == list(whole.state_dict())
@@ -183,7 +192,7 @@ def test_ddp_does_not_cut_the_graphs_of_compiled_blocks() -> None:
     with torch.device("meta"):
         model = LanguageModel(load_run_config("run/demo.yaml", ["model.layers=1"]).model)
     with torch._dynamo.config.patch(optimize_ddp=True):
-        prepare_blocks(model, checkpoint_every=0, compiled=True)
+        prepare_blocks(model, checkpointing=0, compiled=True)
         assert torch._dynamo.config.optimize_ddp is False
 
 
@@ -207,8 +216,88 @@ def test_blocks_are_compiled_on_gpus_unless_a_setting_forbids_it(
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(
-        run, "prepare_blocks", lambda model, *, checkpoint_every, compiled: found.append(compiled)
+        run, "prepare_blocks", lambda model, *, checkpointing, compiled: found.append(compiled)
     )
     config = load_run_config("run/demo.yaml", ["model.layers=1", *settings])
     run.build_module(config)
     assert found == [is_compiled]
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"norm": "rms", "mlp": "swiglu", "mlp_width": 88},
+}
+RECOMPUTED = ("conformal_sympow", "softmax", "fox", "gated_deltanet", "mamba2")
+PRODUCT = re.compile(
+    r"aten\.(mm|addmm|bmm|baddbmm|mv|dot|\w*convolution\w*|_scaled_dot_product\w*)\."
+    r"|longhaul\.|higher_order\."
+)
+
+
+def recomputing(kind: str, block: str, checkpointing: Checkpointing) -> LanguageModel:
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, **BLOCKS[block]}
+    model = LanguageModel(LanguageModelConfig(attention=attention_config(kind)(), **sizes))
+    prepare_blocks(model, checkpointing=checkpointing, compiled=False)
+    return model
+
+
+def losses_of_an_update(model: LanguageModel, *, is_mixed: bool) -> list[Tensor]:
+    """Those of a micro-batch of whole rows, and of one whose rows hold documents."""
+    losses = []
+    for share in (0.0, 0.1):
+        tokens, target = torch.randint(64, (2, 2, 80))
+        is_first = torch.rand(2, 80) < share if share else None
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            losses.append(model.loss(tokens, target, is_first=is_first))
+            losses[-1].backward()
+    return losses
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("kind", RECOMPUTED)
+def test_light_changes_no_bit_of_losses_gradients_and_weights(
+    kind: str, block: str, is_mixed: bool
+) -> None:
+    found = []
+    modes: tuple[Checkpointing, ...] = (0, "light")
+    for mode in modes:
+        model = recomputing(kind, block, mode)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        results = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            results += losses_of_an_update(model, is_mixed=is_mixed)
+            optimizer.step()
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        found.append([*results, *gradients, *model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+class Calls(TorchDispatchMode):
+    """How often each op runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_light_computes_no_product_and_no_attention_twice(kind: str) -> None:
+    counts = []
+    modes: tuple[Checkpointing, ...] = (0, "light")
+    for mode in modes:
+        with Calls() as calls:
+            losses_of_an_update(recomputing(kind, "gpt2", mode), is_mixed=True)
+        counts.append(calls.count)
+    plain, light = ({op: n for op, n in one.items() if PRODUCT.match(op)} for one in counts)
+    assert light == plain
+    # Two norms in each of two blocks, for two micro-batches.
+    norm = "aten.native_layer_norm.default"
+    assert counts[1][norm] == counts[0][norm] + 8

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.pretraining import Pretraining
-from longhaul.pipeline.distributed.blocks import shard
+from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
 
 
 def resident(name: str) -> int:
@@ -55,6 +55,8 @@ def train(config: RunConfig, strategy: str, updates: int) -> None:
         max_tokens=config.trainer.max_tokens,
     )
     model, loss = module.model, Loss(module.model)
+    mode = config.trainer.activation_checkpointing
+    prepare_blocks(model, checkpointing=mode, compiled=False)
     if strategy == "fsdp":
         shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), MixedPrecisionPolicy())
     if strategy == "ddp":
