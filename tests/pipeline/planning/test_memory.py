@@ -23,6 +23,7 @@ from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.distributed.blocks import Checkpointing
 from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.planning import memory
 from longhaul.pipeline.planning.capacity import num_parameters
@@ -87,6 +88,7 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
     [
         ("single", 1, []),
         ("single", 1, LLAMA),
+        ("single", 1, ["trainer.activation_checkpointing=light"]),
         ("ddp,fsdp", 2, []),
         ("ddp,fsdp", 2, NEOX),
         ("ddp,fsdp", 2, ["optim.name=muon"]),
@@ -98,10 +100,11 @@ def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
     overrides = ["trainer.micro_batch=4", "optim.tokens_per_update=4096", *shape]
     if ranks > 1:
         overrides += ["trainer.strategy=ddp", f"trainer.devices={ranks}"]
-    planner = Planner(load_run_config("run/demo.yaml", overrides), "torch")
+    run = load_run_config("run/demo.yaml", overrides)
+    planner, mode = Planner(run, "torch"), run.trainer.activation_checkpointing
     measured = measure(strategies, ranks, overrides, tmp_path / "store")
     for strategy, found in zip(strategies.split(","), measured, strict=True):
-        planned = planner.plan(MemorySettings(strategy=strategy)).total
+        planned = planner.plan(MemorySettings(strategy=strategy, checkpointing=mode)).total
         print(f"{strategy}: planned {planned / 1e6:.1f} MB, held", [one / 1e6 for one in found])
         assert found == [pytest.approx(planned, rel=0.1)] * ranks
 
@@ -301,10 +304,11 @@ def test_offloaded_moments_take_no_memory_of_a_gpu() -> None:
 def test_checkpointing_and_small_batches_need_less() -> None:
     planner = Planner(small(ranks=2, accumulation=1, micro_batch=8, layers=3))
     for strategy in ("single", "ddp", "fsdp"):
-        kept, second, recomputed = (
-            planner.plan(MemorySettings(strategy=strategy, checkpointing=every))
-            for every in (0, 2, 1)
+        modes: tuple[Checkpointing, ...] = (0, "light", 2, 1)
+        kept, light, second, recomputed = (
+            planner.plan(MemorySettings(strategy=strategy, checkpointing=mode)) for mode in modes
         )
+        assert recomputed.activations < light.activations < 0.75 * kept.activations
         assert recomputed.activations < second.activations < kept.activations
         assert recomputed.parameters == kept.parameters
         assert planner.plan(MemorySettings(strategy=strategy), 4).total < kept.total
@@ -331,6 +335,15 @@ def test_the_smallest_change_that_fits_is_named_and_fits(monkeypatch: pytest.Mon
     change = "trainer.strategy=fsdp trainer.activation_checkpointing=1 trainer.micro_batch=1 "
     assert change in on(recomputed)
     assert on(recomputed - 1).endswith("does not fit, and no strategy or micro-batch here would.")
+
+
+def test_light_checkpointing_is_named_where_it_is_enough() -> None:
+    run = config(*SMALL, *LONG)
+    light = Planner(run).plan(MemorySettings(strategy="single", checkpointing="light")).held
+    for memory_bytes, mode in ((light, "light"), (light - 1, "1")):
+        change = smallest_change(run, memory_bytes)
+        assert change is not None
+        assert change.startswith(f"trainer.activation_checkpointing={mode} (")
 
 
 def test_what_is_no_tensor_counts_too() -> None:
