@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longhaul.kernels import delta_rule
-from longhaul.pipeline.benchmarks import delta
+from longhaul.pipeline.benchmarks import delta, kernels
 from longhaul.pipeline.cli import main
 
 
@@ -26,6 +26,7 @@ def test_every_call_is_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(delta, "_TOKENS", 128)
+    monkeypatch.setattr(kernels, "_SECONDS_PER_ROW", 0.0)
     # In a process of its own the call would have its real length.
     monkeypatch.setattr(delta, "_peak", lambda *of: delta._bytes_of(*of) + 1)
     assert main(["bench", "delta"]) == 0
