@@ -1,11 +1,12 @@
 """What holds for all tests: where Triton's kernels run, how processes start, what is first."""
 
+import gc
 import inspect
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     names = pyfuncitem._fixtureinfo.argnames
     _call(partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without a search for garbage among the million objects that collection makes.
+
+    All of them stay until the end: no later search looks at them either.
+    """
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_pycollect_makeitem() -> None:
