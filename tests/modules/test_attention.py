@@ -59,7 +59,8 @@ def test_changing_a_token_changes_nothing_before_it(kind: str, options: dict[str
         assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
-@pytest.mark.parametrize("T", [1, 63, 100])
+# A state carries over splits of 100 tokens, of which parts are single ones, for every case below.
+@pytest.mark.parametrize("T", [63, *(pytest.param(T, marks=pytest.mark.wide) for T in (1, 100))])
 @every_case
 def test_forward_equals_the_explicit_attention_matrix(
     kind: str, options: dict[str, object], T: int
@@ -174,7 +175,9 @@ def test_gradients_of_a_learned_state_equal_those_through_steps(
 
 
 @every_case_and_learned
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16]
+)
 def test_output_has_the_dtype_of_the_input(
     kind: str, options: dict[str, object], dtype: torch.dtype
 ) -> None:
