@@ -286,20 +286,23 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Fill], Path
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(once: Callable[[str, Fill], Path]) -> Path:
     """Shards of this project's own sources, in short documents; other files for validation."""
-    run = RunFolder(tmp_path_factory.mktemp("corpus"))
-    for name, source in (("train", "modules"), ("validation", "configs")):
-        (run.path / source).mkdir()
-        for index, file in enumerate(sorted((CHECKOUT / source).glob("*.py"))):
-            (run.path / source / f"{index:03d}.txt").write_text(file.read_text())
-        options = ("--doc-tokens", "1024", "--docs-per-shard", "4")
-        # Without a part for validation, which is of other files here.
-        options += ("--validation-fraction", "0")
-        run.longhaul("prepare", "text", source, name, *options)
-        (run.path / "shards").mkdir(exist_ok=True)
-        (run.path / name / "train").rename(run.path / "shards" / name)
-    return run.path / "shards"
+
+    def fill(folder: Path) -> None:
+        run = RunFolder(folder)
+        for name, source in (("train", "modules"), ("validation", "configs")):
+            (folder / source).mkdir()
+            for index, file in enumerate(sorted((CHECKOUT / source).glob("*.py"))):
+                (folder / source / f"{index:03d}.txt").write_text(file.read_text())
+            options = ("--doc-tokens", "1024", "--docs-per-shard", "4")
+            # Without a part for validation, which is of other files here.
+            options += ("--validation-fraction", "0")
+            run.longhaul("prepare", "text", source, name, *options)
+            (folder / "shards").mkdir(exist_ok=True)
+            (folder / name / "train").rename(folder / "shards" / name)
+
+    return once("corpus", fill) / "shards"
 
 
 @pytest.fixture(scope="session")
