@@ -3,10 +3,10 @@
 import inspect
 import os
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import driver_version, output_of
 from longhaul.pipeline.system.waiting import GIT_S
 
+_NAME_AND_VERSION = re.compile(r"^(Name|Version): *(.+)$", re.MULTILINE)
 _PACKAGES = ("configs", "datamodules", "kernels", "modules", "pipeline", "slurm")
 
 
@@ -29,13 +30,11 @@ def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
         kinds: the attention variants whose sources are identified.
     """
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    # A package's own `name` and `version` would read its metadata again.
-    packages = sorted((one.metadata for one in distributions()), key=itemgetter("Name"))
     return {
         "commit": source_commit(),
         "attention_sha256": source_hashes(kinds),
         "python": platform.python_version(),
-        "packages": {one["Name"]: one["Version"] for one in packages},
+        "packages": installed_packages(),
         "machine": platform.machine(),
         "system": platform.platform(),
         "processor": _processor(),
@@ -48,6 +47,18 @@ def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
         "driver": driver_version() if devices else None,
         "nccl": _nccl_version() if devices else None,
     }
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of the installed packages, by their names."""
+    found = {}
+    for one in distributions():
+        # Its `metadata` would parse all it says of itself, which takes six times as long.
+        text = one.read_text("METADATA") or one.read_text("PKG-INFO") or ""
+        said = dict(_NAME_AND_VERSION.findall(text.partition("\n\n")[0]))
+        if said:  # what is half removed says nothing
+            found[said["Name"]] = said["Version"]
+    return dict(sorted(found.items()))
 
 
 def _triton_configurations() -> dict[str, Any] | None:

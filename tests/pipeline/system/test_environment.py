@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,12 @@ def test_the_source_of_each_variant_is_identified() -> None:
     hashes = environment.describe_environment(["conformal_sympow", "softmax"])["attention_sha256"]
     assert hashes["conformal_sympow"] == wanted
     assert hashes["softmax"] != wanted
+
+
+def test_packages_are_those_of_which_python_knows() -> None:
+    known = {one.metadata["Name"]: one.version for one in distributions()}
+    assert environment.installed_packages() == known
+    assert known.keys() >= {"torch", "longhaul"}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
