@@ -31,8 +31,7 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 _CODE = tempfile.TemporaryDirectory(prefix="longhaul-code-")
 os.environ["HF_MODULES_CACHE"] = _CODE.name
 
-# Shapes are checked at every call. Where there are none, mypy has checked the types, and a check
-# takes many times as long as the small functions of which one call of an op has hundreds.
+# Shapes are checked at the first call of each form. Where there are none, mypy has checked types.
 _SHAPE = re.compile(r"\b(Bool|Complex|Float|Int|Shaped)\d*\[")
 _jaxtyped = jaxtyping.jaxtyped
 
@@ -40,8 +39,13 @@ _jaxtyped = jaxtyping.jaxtyped
 def _check_shapes(*, typechecker: Any) -> Callable[[Any], Any]:
     def decorate(fn: Any) -> Any:
         called = fn.__init__ if inspect.isclass(fn) else fn
-        has_shapes = _SHAPE.search(str(getattr(called, "__annotations__", "")))
-        return _jaxtyped(fn, typechecker=typechecker) if has_shapes else fn
+        if not _SHAPE.search(str(getattr(called, "__annotations__", ""))):
+            return fn
+        checked = _jaxtyped(fn, typechecker=typechecker)
+        # Here, because it imports torch, which the process that starts the workers leaves out.
+        from shape_checks import once_per_form
+
+        return checked if inspect.isclass(fn) else once_per_form(fn, checked)
 
     return decorate
 
