@@ -75,15 +75,20 @@ CALLS: dict[str, dict[str, Any]] = {
     # Not packed: the states of empty chunks are never written.
     "kept states, a sum": {"keeps_states": True, "normalize": False, "backend": "triton"},
 }
-per_call = pytest.mark.parametrize("how", CALLS.values(), ids=CALLS.keys())
-# opcheck computes a call seven times, and Triton's kernels are interpreted.
-checked_calls = pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(how, id=name, marks=pytest.mark.wide if "kept states" in name else ())
+
+
+def but_wide(*wide: str) -> pytest.MarkDecorator:
+    """Every call, some of them in the wide suite alone: Triton's kernels are interpreted."""
+    calls = [
+        pytest.param(how, id=name, marks=pytest.mark.wide if name in wide else ())
         for name, how in CALLS.items()
-    ],
-)
+    ]
+    return pytest.mark.parametrize("how", calls)
+
+
+per_call = but_wide("kept states, a sum")
+# opcheck computes a call seven times.
+checked_calls = but_wide("kept states", "kept states, a sum")
 
 
 def backward_call(
