@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch._ops import OpOverload  # torch has no public name for it yet
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -62,9 +63,14 @@ def prepare_blocks(model: LanguageModel, *, checkpointing: Checkpointing, compil
 
 
 def _policy(_: Any, op: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
-    """Whether `light` keeps the results of an op. All custom ops of ours are products."""
+    """Whether `light` keeps the results of an op. All custom ops of ours are products.
+
+    What an op writes into an argument must be written again.
+    """
     is_product = op.namespace == NAMESPACE or getattr(op, "overloadpacket", op) in _PRODUCTS
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+    if is_product and not (isinstance(op, OpOverload) and op._schema.is_mutable):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard_as_configured(model: LanguageModel, trainer: TrainerConfig, device_type: str) -> None:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,3 +302,22 @@ def test_light_computes_no_product_and_no_attention_twice(kind: str) -> None:
     # Two norms in each of two blocks, for two micro-batches.
     norm = "aten.native_layer_norm.default"
     assert counts[1][norm] == counts[0][norm] + 8
+
+
+class WritesIntoBuffer(torch.nn.Module):
+    """exp(x exp(x x)), whose product is written into a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            product = torch.zeros_like(x)
+            torch.mm(x, x, out=product)
+        return (x * product.exp()).exp()
+
+
+def test_light_computes_again_what_a_product_writes_into_a_tensor() -> None:
+    x = torch.linspace(0, 1, 9).view(3, 3).requires_grad_()
+    (wanted,) = torch.autograd.grad(WritesIntoBuffer()(x).sum(), x)
+    model: Any = SimpleNamespace(blocks=[WritesIntoBuffer()])
+    prepare_blocks(model, checkpointing="light", compiled=False)
+    (found,) = torch.autograd.grad(model.blocks[0](x).sum(), x)
+    assert torch.equal(found, wanted)
