@@ -225,7 +225,7 @@ class TrainingCallback(Callback):
             self.requests.clear_profile()
 
     def _exchange_reports(self, seconds: float, communication: Communication) -> list[RankReport]:
-        """All-gather the reports of this update, so that all ranks decide alike what to do next."""
+        """Give all ranks the reports of this update, so that they decide alike what to do next."""
         is_first = self.recorder is not None
         report = RankReport(
             seconds=seconds,
@@ -246,10 +246,12 @@ class TrainingCallback(Callback):
         if self._group is None:
             return [report]
         own = torch.tensor(report, dtype=torch.float64)
-        reports = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        reports = own.new_empty(dist.get_world_size(self._group), len(own))
         self._set_activity("waiting for the other ranks")
-        dist.all_gather(reports, own, group=self._group)
-        return [RankReport(*values.tolist()) for values in reports]
+        # gloo's all_gather is a ring, N - 1 messages in turn on N ranks. These are 1 + log2 N.
+        dist.gather(own, list(reports) if is_first else None, group=self._group, group_dst=0)
+        dist.broadcast(reports, group=self._group, group_src=0)
+        return [RankReport(*values) for values in reports.tolist()]
 
 
 def _pretraining(module: LightningModule) -> Pretraining:
