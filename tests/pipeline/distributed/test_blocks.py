@@ -3,6 +3,7 @@
 And what is computed again in the backward pass, which changes no bit.
 """
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -255,9 +256,18 @@ def losses_of_an_update(model: LanguageModel, *, is_mixed: bool) -> list[Tensor]
     return losses
 
 
-@pytest.mark.parametrize("is_mixed", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("kind", RECOMPUTED)
+# Each kind in one of the four ways, and each way with a kind; all pairs in the wide suite.
+WAYS = tuple(itertools.product(BLOCKS, (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "is_mixed"),
+    [
+        pytest.param(kind, *way, marks=() if way == WAYS[number % 4] else pytest.mark.wide)
+        for number, kind in enumerate(RECOMPUTED)
+        for way in WAYS
+    ],
+)
 def test_light_changes_no_bit_of_losses_gradients_and_weights(
     kind: str, block: str, is_mixed: bool
 ) -> None:
