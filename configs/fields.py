@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether all that is written plain is text, whatever YAML takes it for."""
+        """Whether an unquoted value is text even where YAML reads a number."""
         return str in self.types and int not in self.types
 
 

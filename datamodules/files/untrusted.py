@@ -224,9 +224,10 @@ def checked_value(hint: Any, value: object, where: object) -> Any:
     except ValidationError as error:
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
         null = " or null" if type(None) in members else ""
-        # Of a union pydantic has an error for each member, whose place begins with its name.
+        # Of a union pydantic has an error for each member, and its `loc` begins with that member.
         is_union = len(members) - bool(null) > 1
-        below = error.errors()[0]["loc"][is_union:]
+        loc = error.errors()[0]["loc"]
+        below = loc[1:] if is_union else loc
         key = ".".join((str(where), *(_plain(part) for part in below)))
         raise ValueError(f"{key}: {_violation(error, is_union=is_union)}{null}") from None
 
@@ -294,10 +295,11 @@ def _violation(error: ValidationError, *, is_union: bool = False) -> str:
         return "found nothing, wanted a value"
     if kind == "value_error":
         return one_line(context["error"])
-    wanted = " or ".join(
+    phrases = [
         re.sub(r"^\w+ should (be |have |match )?", "", one["msg"])
         for one in (errors if is_union else errors[:1])
-    )
+    ]
+    wanted = " or ".join(dict.fromkeys(phrases))
     found = first["input"]
     is_word = found is None or isinstance(found, bool)  # as JSON and YAML write it
     return f"found {json.dumps(found) if is_word else shown(found)}, wanted {one_line(wanted)}"

@@ -97,7 +97,8 @@ class PowerAttention(Attention):
     can_round_state = True
     groups_keys = True
     num_sums = 1
-    shares_scores = False  # whether gated sums differ by a gate and two scales a head alone
+    # Whether gated sums differ by a gate and two scales a head alone, and are not normalised.
+    shares_scores = False
     norm_groups: int | None = None  # of the output norm, if not one a head
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
@@ -244,6 +245,8 @@ class PowerAttention(Attention):
         log_g, value_scale, output_scale = (
             [x for x in each if x is not None] for each in zip(*sums, strict=True)
         )
+        if not len(log_g) == len(value_scale) == len(output_scale) == len(sums):
+            return None
         options = {"num_sums": len(sums), "degree": self.degree}
         if not serves_sums(q, k, v, *value_scale, *output_scale, **options):
             return None

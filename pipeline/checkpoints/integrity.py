@@ -31,7 +31,7 @@ CHECKSUMS = "checksums.json"
 STATE = "state.json"
 _TENSOR_FILE = re.compile(r"([a-z]+)-(\d{5,})-\d{3,}\.safetensors")
 # Room for the files of 10,000 ranks.
-_MOST_CHECKSUMS_BYTES = 4 << 20
+MOST_CHECKSUMS_BYTES = 4 << 20
 
 
 class CheckpointError(OSError):
@@ -122,14 +122,14 @@ def _checksums_of(path: Path, only: Collection[str] | None) -> dict[str, _Checks
 def _share(checksums: Mapping[str, _Checksum], rank: int, count: int) -> set[str]:
     """The files that one of `count` ranks hashes: as many bytes as any other, up to one file.
 
-    The files are in the order of the ranks that wrote them. So as many ranks as then hash their own
-    files, which they read next: by then these are in the memory of their machine.
+    On as many ranks as wrote the checkpoint, each hashes its own files. It reads them next, from
+    the page cache.
     """
     total = sum(entry.bytes for entry in checksums.values())
     share, before = set(), 0
     for name in sorted(checksums, key=_writer):
         size = checksums[name].bytes
-        # The part of the whole in which the file's middle lies. What is empty may lie at its end.
+        # The part of all bytes in which the file's middle lies; an empty file may lie at their end.
         if min((2 * before + size) * count // max(1, 2 * total), count - 1) == rank:
             share.add(name)
         before += size
@@ -139,7 +139,7 @@ def _share(checksums: Mapping[str, _Checksum], rank: int, count: int) -> set[str
 def _read_checksums(path: Path) -> dict[str, _Checksum]:
     where = path / CHECKSUMS
     try:
-        content = read_regular(where, _MOST_CHECKSUMS_BYTES)
+        content = read_regular(where, MOST_CHECKSUMS_BYTES)
         version = parse_json(_Format, content, CHECKSUMS).format
     except FileNotFoundError as error:
         raise CheckpointError(f"checkpoint {path} is incomplete: no {CHECKSUMS}") from error

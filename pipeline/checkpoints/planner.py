@@ -2,7 +2,7 @@
 
 At every save torch gathers the plans of all ranks on the first one, which removes what several of
 them hold, and sends each its own back: minutes of Python at 1,024 ranks. The tensors of a run are
-the same at each save, so that its ranks do so once, and again only when one has other tensors.
+the same at each save, so the ranks plan once, and again only when one has other tensors.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,11 +24,11 @@ class SavePlans:
     agreed: SavePlan = field(default_factory=lambda: SavePlan([]))
     """Of that, what this rank writes; `storage_data` is its rank."""
     num_bytes: int = 0
-    """That all ranks write together; known to the first one."""
+    """Bytes that all ranks write together; known to the first one."""
 
 
 class Planner(DefaultSavePlanner):
-    """Plans one save for torch.distributed.checkpoint, which sends the metadata to no rank."""
+    """Plans one save. Its metadata is empty, because torch would send it to all ranks."""
 
     def __init__(self, plans: SavePlans, group: dist.ProcessGroup | None) -> None:
         """`plans` are of the save before; finish_plan changes them to those of this one."""

@@ -26,7 +26,7 @@ from longhaul.modules.language_model import LanguageModel
 Checkpointing = int | Literal["light"]
 """As trainer.activation_checkpointing."""
 
-# Matrix products and attention, whose FLOPs torch counts; but it knows none of attention on a CPU.
+# Matrix products and attention, whose FLOPs torch counts. It has no formula for attention on a CPU.
 _PRODUCTS = {*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
 
 
@@ -39,8 +39,8 @@ def prepare_blocks(model: LanguageModel, *, checkpointing: Checkpointing, compil
     Args:
         model: its blocks are changed in place.
         checkpointing: n: every n-th block keeps only its input for the backward pass, which
-            computes the block again. "light": every block also keeps the results of its products,
-            and all else is computed again. 0: neither.
+            computes the block again. "light": every block also keeps the results of its products
+            and its attention, and computes all else again. 0: neither.
         compiled: whether to compile each block.
     """
     if compiled:
@@ -52,7 +52,7 @@ def prepare_blocks(model: LanguageModel, *, checkpointing: Checkpointing, compil
         # Blocks draw no random numbers, so no RNG state is preserved.
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         if checkpointing == "light":
-            # Inside of the compiled function, in which the products would not be seen from outside.
+            # Before compilation: from outside, the ops of a compiled function are not visible.
             context = partial(create_selective_checkpoint_contexts, _policy)
             forward = partial(recomputed, forward, context_fn=context)
         if compiled:
@@ -65,7 +65,7 @@ def prepare_blocks(model: LanguageModel, *, checkpointing: Checkpointing, compil
 def _policy(_: Any, op: Any, *_args: Any, **_settings: Any) -> CheckpointPolicy:
     """Whether `light` keeps the results of an op. All custom ops of ours are products.
 
-    What an op writes into an argument must be written again.
+    What an op writes into an argument, as one in a user's kind may, must be written again.
     """
     is_product = op.namespace == NAMESPACE or getattr(op, "overloadpacket", op) in _PRODUCTS
     if is_product and not (isinstance(op, OpOverload) and op._schema.is_mutable):

@@ -115,6 +115,6 @@ class FSDP2(Resumable, LaunchesRanks, ModelParallelStrategy):
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         root = cast(FSDPModule, cast(Pretraining, self.model).model)
         # Each micro-batch's gradients are scattered over the shards, since whole ones would need
-        # memory for the whole model. Copies of the model wait for the last micro-batch.
+        # memory for the whole model. Replicas are averaged after the last one.
         root.set_requires_all_reduce(is_last)
         return nullcontext()

@@ -285,8 +285,7 @@ def _update(
             model.loss(tokens, target, is_first=is_first).backward()
             del tokens, target, is_first
             if not is_last:
-                # FSDP keeps here what copies of the model have not reduced, which is no
-                # parameter's `.grad`.
+                # FSDP holds gradients that replicas have not all-reduced, in no `.grad`.
                 tracker.reassign("activations", "gradients")
             communicated.append(tracker.communicated_bytes - before)
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.gradient_clip or math.inf)

@@ -15,7 +15,7 @@ from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, CheckpointError
+from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, MOST_CHECKSUMS_BYTES, CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
 from longhaul.pipeline.checkpoints.training_state import TrainingState
@@ -27,7 +27,6 @@ from longhaul.pipeline.system.compile_caches import use_private_caches
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MOST_CHECKSUMS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def load_trained_model(
         model.to(place).eval()
         step = saved.state(TrainingState).progress.step
         corpus = training_corpus(folder, config)
-        checksums = read_regular(checkpoint / CHECKSUMS, _MOST_CHECKSUMS_BYTES)
+        checksums = read_regular(checkpoint / CHECKSUMS, MOST_CHECKSUMS_BYTES)
         return TrainedModel(
             model, config, folder, checkpoint, step, place, scaling, corpus, checksums, ranks
         )
@@ -120,15 +119,16 @@ def copy_trained_model(
     model = _without_weights(config, scaling)
     wanted = model.state_dict()
     copies = {name: torch.empty_like(tensor, device=device) for name, tensor in wanted.items()}
-    # A rank without memory for them fails here, and not where the others wait for it in `weights`.
-    ranks.gather(list[None]())
+    # A rank without memory for the copies fails before the others wait for it in `weights`, where
+    # each weight of a sharded model needs memory once more, one at a time.
+    ranks.gather([True])
     for name, tensor in weights:
         copies[name] = copies[name].to(tensor.dtype).copy_(tensor.detach())
     model.load_state_dict(copies, assign=True)
     model.eval()
     step = step_of(checkpoint)
     corpus = training_corpus(folder, config)
-    checksums = read_regular(checkpoint / CHECKSUMS, _MOST_CHECKSUMS_BYTES)
+    checksums = read_regular(checkpoint / CHECKSUMS, MOST_CHECKSUMS_BYTES)
     return TrainedModel(
         model, config, folder, checkpoint, step, device, scaling, corpus, checksums, ranks
     )

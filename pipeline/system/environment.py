@@ -54,9 +54,10 @@ def installed_packages() -> dict[str, str]:
     found = {}
     for one in distributions():
         # Its `metadata` would parse all it says of itself, which takes six times as long.
-        text = one.read_text("METADATA") or one.read_text("PKG-INFO") or ""
+        # The last is a package that is one file.
+        text = next(filter(None, map(one.read_text, ("METADATA", "PKG-INFO", ""))), "")
         said = dict(_NAME_AND_VERSION.findall(text.partition("\n\n")[0]))
-        if said:  # what is half removed says nothing
+        if len(said) == 2:  # what is half removed says nothing
             found[said["Name"]] = said["Version"]
     return dict(sorted(found.items()))
 

@@ -248,7 +248,7 @@ class TrainingCallback(Callback):
         own = torch.tensor(report, dtype=torch.float64)
         reports = own.new_empty(dist.get_world_size(self._group), len(own))
         self._set_activity("waiting for the other ranks")
-        # gloo's all_gather is a ring, N - 1 messages in turn on N ranks. These are 1 + log2 N.
+        # gloo's all_gather is a ring: N - 1 rounds for N ranks. A broadcast takes log2 N.
         dist.gather(own, list(reports) if is_first else None, group=self._group, group_dst=0)
         dist.broadcast(reports, group=self._group, group_src=0)
         return [RankReport(*values) for values in reports.tolist()]

@@ -1,6 +1,7 @@
 """Checks of shapes, once for each form of a call."""
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -36,5 +37,7 @@ def _form(value: Any) -> Hashable:
         return object()  # Its sizes may be symbols: it is checked at every call.
     if isinstance(value, tuple | list):
         return type(value), *map(_form, value)
+    if isinstance(value, torch.nn.Module):
+        return weakref.ref(value)  # Its options decide shapes too.
     # Sizes and flags decide the shape of what is returned.
     return type(value), value if isinstance(value, int | str) else None

@@ -28,7 +28,7 @@ struct Sizes {
   int S;  // gated sums of gated_sums.h
   int normalize, degree;
   float scale;  // of queries
-  float floor;  // a smaller denominator is not divided by; at degree 1 it may be negative
+  float floor;  // the least magnitude of a denominator, which at degree 1 may be negative
 
   int present(int block) const { return std::min(C, T - block * C); }
 };
@@ -103,8 +103,7 @@ void attention_form(const Tokens<const float>* q, const Tokens<const float>* k,
                   attend_span<p>(row, 0, block, first, query, own, sum);
                 });
                 for (int i = 0; n.normalize && i < kSpan; ++i) {
-                  const float size = n.degree == 1 ? std::abs(denominator[i]) : denominator[i];
-                  const bool is_above = size >= n.floor;
+                  const bool is_above = std::abs(denominator[i]) >= n.floor;
                   denominator[i] = is_above ? denominator[i] : n.floor;
                   if (i >= count) continue;
                   *inverse->at(b, t + i, h) = 1.0f / denominator[i];

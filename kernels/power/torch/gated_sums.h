@@ -51,7 +51,7 @@ class GatedSums {
     }
   }
 
-  // The keys of a block not after that of the queries.
+  // Loads the scales and decays of the keys of a block, which is not after that of the queries.
   void load_keys(int block) {
     is_own_ = block == block_;
     for (int n = 0; n < S; ++n) {

@@ -28,7 +28,7 @@ def serves_sums(
     degree: int,
 ) -> bool:
     """Whether `add_gated_sums` serves a call with so many sums and these scales, and costs less
-    than the chunked form for each of them."""
+    than the chunked form for each of them. It runs on at most B G threads."""
     if torch.compiler.is_compiling() or not native.serves(q, k, v, *scales):
         return False
     T, K, V = q.shape[1], q.shape[3], v.shape[3]

@@ -168,7 +168,7 @@ for replicas in (1, 2):
         row = (first, second)[rank]
         with FSDP2.accumulating(strategy, is_last=number == 1):
             (sharded.loss(row, row.roll(1)) / 2).backward()
-        # Shards of gradients exist after each micro-batch; copies of the model wait for the last.
+        # Shards of gradients exist after each micro-batch; replicas wait for the last.
         is_complete = replicas == 1 or number == 1
         assert all((weight.grad is not None) == is_complete for weight in sharded.parameters())
     for (name, one), other in zip(whole.named_parameters(), sharded.parameters(), strict=True):
