@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,7 @@ def test_every_save_of_zero_has_the_same_tensors(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
     strategy: Any = SimpleNamespace(zero_stage_3=False, world_size=1, global_rank=0, _kept={})
+    strategy._whole = partial(DeepSpeedZero._whole, strategy)
     model: Any = torch.nn.Linear(2, 2)
     optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(state={}))
     first = DeepSpeedZero.tensors(strategy, model, optimizer)

@@ -1,5 +1,6 @@
 """Runs that were copied or moved, with their data and without."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ def test_a_run_that_moves_with_its_data_reads_them_there(
     uninterrupted: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Data and runs keep their place relative to each other.
-    shutil.copytree(corpus, tmp_path / corpus.parent.name / corpus.name)
-    run = copy_of(uninterrupted, tmp_path / uninterrupted.path.name / "small")
+    runs = tmp_path / "moved" / uninterrupted.path.name
+    shards = os.path.normpath(runs / os.path.relpath(corpus, uninterrupted.path))
+    shutil.copytree(corpus, shards)
+    run = copy_of(uninterrupted, runs / "small")
     data = stored_config(RunFolder(run)).data
-    assert data.manifest == f"{tmp_path}/{corpus.parent.name}/shards/train"
-    assert data.validation_manifest == f"{tmp_path}/{corpus.parent.name}/shards/validation"
+    assert data.manifest == f"{shards}/train"
+    assert data.validation_manifest == f"{shards}/validation"
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", str(run), "--tasks", "bigram"]) == 0
     assert list((run / "evaluation").glob("*/bigram.json"))
