@@ -18,7 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+
+# torch has no public names for these yet.
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 logger = logging.getLogger(__name__)
 
@@ -242,8 +245,9 @@ def serves(*tensors: Tensor) -> bool:
     Not those that are traced, batched or transformed, nor negated when they are read.
     """
     # Selective activation checkpointing is a mode as well, but need not see what C++ computes.
-    is_traced = (
-        torch._C._len_torch_dispatch_stack() and is_in_any_mode_without_ignore_compile_internals()
+    is_traced = torch._C._len_torch_dispatch_stack() and not all(
+        isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)
+        for mode in _get_current_dispatch_mode_stack()
     )
     if is_traced or torch._C._are_functorch_transforms_active():
         return False
