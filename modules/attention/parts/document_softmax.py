@@ -1,8 +1,8 @@
 """Softmax attention within the documents of a batch, for CPUs.
 
 A document costs what it does alone: no pair of tokens of two documents is computed, and no mask is
-written out. Documents of equal length are computed together, since below some dozen tokens a call
-costs more than its work.
+written out. A long document is read where it lies. Short ones of equal length are copied and
+computed together, since below some dozen tokens a call costs more than its work.
 """
 
 import math
@@ -18,6 +18,9 @@ from longhaul.kernels.common.custom_ops import custom_op, saving
 
 QUERIES_AT_ONCE = 1024
 """A bias is written out for a block of this many queries at a time."""
+
+SHORT = 64
+"""Documents of fewer tokens are computed with the others of their length, wherever they lie."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -54,18 +57,20 @@ def _document_softmax(
 ) -> tuple[Tensor, Tensor]:
     """The output (B, H, T, V), and the log of each query's sum of weights (B, H, T)."""
     mixed, log_sum = _empty_results(q)
-    inputs = [_by_token(one) for one in (q, k, v)]
-    for tokens in _documents(age):
-        own_q, own_k, own_v = (one[tokens].transpose(1, 2) for one in inputs)
-        for block, end, bias in _blocks(tokens.shape[1], slopes, q.dtype):
-            out, log = _flash(
+    inputs, results = _by_token(q, k, v), _by_token(mixed, log_sum)
+    for starts, length in _documents(age):
+        own_q, own_k, own_v = (_read(one, starts, length) for one in inputs)
+        own_results = [_read(one, starts, length) for one in results]
+        for block, end, bias in _blocks(length, slopes, q.dtype):
+            found = _flash(
                 *(own_q[:, :, block], own_k[:, :, :end], own_v[:, :, :end]),
                 is_causal=bias is None,
                 attn_mask=bias,
                 scale=scale,
             )
-            _by_token(mixed)[tokens[:, block]] = out.transpose(1, 2)
-            _by_token(log_sum)[tokens[:, block]] = log.transpose(1, 2)
+            for own, part in zip(own_results, found, strict=True):
+                own[:, :, block] = part
+        _write(results, starts, length, own_results)
     return mixed, log_sum
 
 
@@ -86,12 +91,12 @@ def _document_softmax_backward(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = [_empty_results(one)[0] for one in (q, k, v)]
-    inputs = [_by_token(one) for one in (dmixed, q, k, v, mixed, log_sum)]
-    for tokens in _documents(age):
-        own = [one[tokens].transpose(1, 2) for one in inputs]
-        dq, dk, dv = (torch.zeros_like(one) for one in own[1:4])
-        for block, end, bias in _blocks(tokens.shape[1], slopes, q.dtype):
+    dq, dk, dv = (_empty_results(one)[0].zero_() for one in (q, k, v))
+    inputs, gradients = _by_token(dmixed, q, k, v, mixed, log_sum), _by_token(dq, dk, dv)
+    for starts, length in _documents(age):
+        own = [_read(one, starts, length) for one in inputs]
+        own_gradients = [_read(one, starts, length) for one in gradients]
+        for block, end, bias in _blocks(length, slopes, q.dtype):
             dout, queries, out, log = (own[n][:, :, block] for n in (0, 1, 4, 5))
             keys, values = (own[n][:, :, :end] for n in (2, 3))
             found = _flash_backward(
@@ -101,17 +106,16 @@ def _document_softmax_backward(
                 attn_mask=bias,
                 scale=scale,
             )
-            dq[:, :, block] = found[0]
-            dk[:, :, :end] += found[1]
-            dv[:, :, :end] += found[2]
-        for gradient, part in zip(gradients, (dq, dk, dv), strict=True):
-            _by_token(gradient)[tokens] = part.transpose(1, 2)
-    dq, dk, dv = gradients
+            for gradient, seen, part in zip(
+                own_gradients, (block, slice(end), slice(end)), found, strict=True
+            ):
+                gradient[:, :, seen] += part
+        _write(gradients, starts, length, own_gradients)
     return dq, dk, dv
 
 
-def _documents(age: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N L"]]:
-    """The tokens of all documents of a length, as numbers in the flattened batch, by length.
+def _documents(age: Int[Tensor, "B T"]) -> Iterator[tuple[Int[Tensor, " N"], int]]:
+    """Starts of documents of one length in the flattened batch, and their length.
 
     Without values, as in planning, every row is a document.
     """
@@ -121,7 +125,31 @@ def _documents(age: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N L"]]:
         starts = (age.flatten() == 0).nonzero().flatten()
     lengths = torch.cat([starts[1:], starts.new_tensor([B * T])]) - starts
     for length in lengths.unique().tolist():
-        yield starts[lengths == length, None] + torch.arange(length)
+        own = starts[lengths == length]
+        together = length < SHORT or _is_view(own)
+        for some in (own,) if together else own.split(1):
+            yield some, length
+
+
+def _is_view(starts: Int[Tensor, " N"]) -> bool:
+    """Whether documents of one length lie at equal distances, as rows without bounds do."""
+    return len(starts.diff().unique()) <= 1
+
+
+def _read(x: Float[Tensor, "M H ..."], starts: Int[Tensor, " N"], L: int) -> Tensor:
+    """Documents (N, H, L, ...): a view where they lie at equal distances, or a copy."""
+    if not _is_view(starts):
+        return x[starts[:, None] + torch.arange(L)].transpose(1, 2)
+    first, last = starts[0], starts[-1]
+    step = int(starts[1] - first) if len(starts) > 1 else L
+    return x[first : last + L].unfold(0, L, step).movedim(-1, 2)
+
+
+def _write(results: list[Tensor], starts: Int[Tensor, " N"], L: int, parts: list[Tensor]) -> None:
+    """Copy `parts` back, unless they are views."""
+    if not _is_view(starts):
+        for result, part in zip(results, parts, strict=True):
+            result[starts[:, None] + torch.arange(L)] = part.transpose(1, 2)
 
 
 def _blocks(
@@ -147,9 +175,9 @@ def _causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "1
     return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)[None]
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """(B T, H, ...) of x (B, H, T, ...): a view where tokens come first in memory."""
-    return x.transpose(1, 2).flatten(0, 1)
+def _by_token(*tensors: Float[Tensor, "B H T ..."]) -> list[Float[Tensor, "M H ..."]]:
+    """The tokens of all rows after one another: views where tokens come first in memory."""
+    return [one.transpose(1, 2).flatten(0, 1) for one in tensors]
 
 
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
