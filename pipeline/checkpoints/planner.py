@@ -2,10 +2,14 @@
 
 At every save torch gathers the plans of all ranks on the first one, which removes what several of
 them hold, and sends each its own back: minutes of Python at 1,024 ranks. The tensors of a run are
-the same at each save, so the ranks plan once, and again only when one has other tensors.
+the same at each save, so the ranks plan once, and again only when one has other tensors. They send
+what planning needs and no more, and get positions back.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -27,12 +31,22 @@ class SavePlans:
     """Bytes that all ranks write together; known to the first one."""
 
 
+class Shard(NamedTuple):
+    """What the first rank is told of a shard; a whole tensor is one, too."""
+
+    name: str
+    offset: tuple[int, ...]
+    num_bytes: int
+    tensor_bytes: int
+
+
 class Planner(DefaultSavePlanner):
     """Plans one save. Its metadata is empty, because torch would send it to all ranks."""
 
     def __init__(self, plans: SavePlans, group: dist.ProcessGroup | None) -> None:
         """`plans` are of the save before; finish_plan changes them to those of this one."""
         super().__init__(flatten_state_dict=False)
+        self.num_bytes = plans.num_bytes
         self._plans = plans
         self._group = group
         self._local = SavePlan([])
@@ -45,29 +59,72 @@ class Planner(DefaultSavePlanner):
             is_new = self._local != self._plans.local
         finally:  # The other ranks wait here for one that failed, too.
             self._is_new = any(gather(self._group, is_new))
-        return self._local if self._is_new else SavePlan([])
+        shards = [_shard(item) for item in self._local.items] if self._is_new else None
+        return SavePlan([], planner_data=shards)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if not self._is_new:
-            return all_plans, Metadata({})
-        written, _ = super().create_global_plan(all_plans)
-        self._plans.num_bytes = sum(bytes_of(item) for plan in written for item in plan.items)
-        pairs = zip(all_plans, written, strict=True)
-        return [_positions(*pair, rank) for rank, pair in enumerate(pairs)], Metadata({})
+        if self._is_new:
+            shards = [plan.planner_data for plan in all_plans]
+            self.num_bytes = check_whole(shards)
+            all_plans = [
+                SavePlan([], storage_data=rank, planner_data=positions)
+                for rank, positions in enumerate(share_out(shards))
+            ]
+        return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if self._is_new:
             items = [self._local.items[position] for position in new_plan.planner_data]
             self._plans.local = self._local
             self._plans.agreed = replace(new_plan, items=items, planner_data=None)
+            self._plans.num_bytes = self.num_bytes
         return self._plans.agreed
 
 
-def _positions(local: SavePlan, written: SavePlan, rank: int) -> SavePlan:
-    """Positions in a rank's plan of what it is to write; they are sent faster than the items."""
-    kept = {item.index for item in written.items}
-    positions = [place for place, item in enumerate(local.items) if item.index in kept]
-    return SavePlan([], storage_data=rank, planner_data=positions)
+def share_out(shards: Sequence[Sequence[Shard]]) -> list[list[int]]:
+    """Positions in each rank's shards of what it writes.
+
+    Of the ranks that hold a shard, the one with the fewest bytes to write until then gets it.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for rank, own in enumerate(shards):
+        for position, shard in enumerate(own):
+            holders[shard.name, shard.offset].append((rank, position))
+    planned: list[list[int]] = [[] for _ in shards]
+    num_bytes = [0] * len(shards)
+    for held in holders.values():
+        rank, position = min(held, key=lambda one: num_bytes[one[0]])
+        planned[rank].append(position)
+        num_bytes[rank] += shards[rank][position].num_bytes or 1
+    return [sorted(positions) for positions in planned]
+
+
+def check_whole(shards: Sequence[Sequence[Shard]]) -> int:
+    """The bytes of all tensors together.
+
+    Raises:
+        ValueError: the shards of a tensor are not as many bytes as the tensor.
+    """
+    found: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    wanted: dict[str, int] = {}
+    for own in shards:
+        for shard in own:
+            found[shard.name][shard.offset] = shard.num_bytes
+            wanted[shard.name] = shard.tensor_bytes
+    for name, parts in found.items():
+        if sum(parts.values()) != wanted[name]:
+            raise ValueError(
+                f"{name}: found shards of {sum(parts.values()):,} bytes on all ranks together, "
+                f"wanted {wanted[name]:,}"
+            )
+    return sum(wanted.values())
+
+
+def _shard(item: WriteItem) -> Shard:
+    assert item.tensor_data is not None
+    tensor_bytes = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+    offset = tuple(item.index.offset or ())
+    return Shard(item.index.fqn, offset, bytes_of(item), tensor_bytes)
 
 
 def bytes_of(item: WriteItem) -> int:

@@ -114,16 +114,17 @@ class CheckpointStore:
         if self._has_intact(target):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"
+        planner = Planner(self._plans, self._group)
         save = partial(
             async_save,
             dict(tensors),
             storage_writer=CheckpointWriter(
                 temporary,
-                begin=lambda: self._begin(temporary, self._plans.num_bytes),
+                begin=lambda: self._begin(temporary, planner.num_bytes),
                 # Copied, because the caller goes on changing the state.
                 end=partial(self._commit, temporary, target, json.loads(json.dumps(state))),
             ),
-            planner=Planner(self._plans, self._group),
+            planner=planner,
             process_group=self._group,
             no_dist=self._group is None,
         )

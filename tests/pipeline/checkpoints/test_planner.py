@@ -1,11 +1,18 @@
 """Which rank writes which tensors: what torch plans, sent once."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from longhaul.pipeline.checkpoints.planner import Planner, SavePlans
+from longhaul.pipeline.checkpoints.planner import (
+    Planner,
+    SavePlans,
+    Shard,
+    check_whole,
+    share_out,
+)
 
 RANKS = 3
 
@@ -33,14 +40,44 @@ def _agree(planners: list[Planner]) -> tuple[list[SavePlan], list[SavePlan]]:
 
 def test_each_rank_writes_what_torch_plans_and_sends_its_plan_once() -> None:
     plans = [SavePlans() for _ in range(RANKS)]
-    sent, written = _agree(_planners(plans))
-    wanted, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(sent)
+    _, written = _agree(_planners(plans))
+    held = [own.local for own in plans]
+    wanted, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(held)
     assert [plan.items for plan in written] == [plan.items for plan in wanted]
     assert all(plan.items for plan in written)
     assert [plan.storage_data for plan in written] == [0, 1, 2]
     assert plans[0].num_bytes == 4 * 120 + 5
 
     sent_again, written_again = _agree(_planners(plans))
-    assert [plan.items for plan in sent_again] == [[]] * RANKS
+    assert sent_again == [SavePlan([])] * RANKS
     assert written_again == written
     assert plans[0].num_bytes == 4 * 120 + 5
+
+
+def test_a_save_that_failed_leaves_the_bytes_of_the_one_before() -> None:
+    plans = [SavePlans() for _ in range(RANKS)]
+    _agree(_planners(plans))
+    planners = [Planner(own, None) for own in plans]
+    for planner in planners:
+        planner.set_up_planner({"model/a": torch.zeros(1000)})
+    planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    assert planners[0].num_bytes == 4000
+    again = _planners(plans)
+    again[0].create_global_plan([planner.create_local_plan() for planner in again])
+    assert again[0].num_bytes == 4 * 120 + 5
+
+
+def test_copies_of_shards_are_shared_out_by_bytes() -> None:
+    # Two halves, each on two ranks as with replicas, and a number that all hold.
+    def held(half: int) -> list[Shard]:
+        return [Shard("w", (8 * half, 0), 64, 128), Shard("step", (), 4, 4)]
+
+    shards = [held(0), held(1), held(0), held(1)]
+    assert share_out(shards) == [[0], [1], [], [0]]
+    assert check_whole(shards) == 132
+
+
+def test_a_part_that_no_rank_holds_is_named() -> None:
+    shards = [[Shard("w", (0,), 64, 128)], [Shard("w", (0,), 64, 128)]]
+    with pytest.raises(ValueError, match=r"^w: found shards of 64 bytes .* wanted 128$"):
+        check_whole(shards)
