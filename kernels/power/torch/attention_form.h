@@ -33,6 +33,28 @@ struct Sizes {
   int present(int block) const { return std::min(C, T - block * C); }
 };
 
+// Calls body(h, block, first, t, count) for each span of the queries that meet key head g: its head,
+// its block, its place there, its first token and the number of its tokens.
+template <typename Body>
+void for_each_span(const Sizes& n, int g, Body body) {
+  for (int h = g * n.R; h < (g + 1) * n.R; ++h) {
+    for (int block = 0; block < n.blocks; ++block) {
+      for (int first = 0; first < n.present(block); first += kSpan) {
+        body(h, block, first, int64_t(block) * n.C + first,
+             std::min(kSpan, n.present(block) - first));
+      }
+    }
+  }
+}
+
+// Calls body(block, t, count) for each block of keys.
+template <typename Body>
+void for_each_block(const Sizes& n, Body body) {
+  for (int block = 0; block < n.blocks; ++block) {
+    body(block, int64_t(block) * n.C, n.present(block));
+  }
+}
+
 // Keys, and values with a row of ones, of one head, and with them its row.
 class Head {
  public:
@@ -45,12 +67,11 @@ class Head {
            int b, int g) const {
     const int K = n_.K, V = n_.V, C = n_.C;
     const int64_t k_size = int64_t(K) * C, v_size = int64_t(V + 1) * C;
-    for (int block = 0; block < n_.blocks; ++block) {
-      const int64_t t = int64_t(block) * C;
-      load_transposed(k.at(b, t, g), k.token, K, n_.present(block), 1.0f, k_ + block * k_size, C);
-      load_transposed(v.at(b, t, g), v.token, V, n_.present(block), 1.0f, v_ + block * v_size, C);
+    for_each_block(n_, [&](int block, int64_t t, int count) {
+      load_transposed(k.at(b, t, g), k.token, K, count, 1.0f, k_ + block * k_size, C);
+      load_transposed(v.at(b, t, g), v.token, V, count, 1.0f, v_ + block * v_size, C);
       std::fill_n(v_ + block * v_size + int64_t(V) * C, C, 1.0f);
-    }
+    });
     if (log_decay != nullptr) log_decay += (int64_t(b) * n_.G + g) * n_.blocks * C;
     return {k_, v_, log_decay, k_size, v_size, C, V + 1, K, C};
   }
@@ -92,31 +113,25 @@ void attention_form(const Tokens<const float>* q, const Tokens<const float>* k,
         for (int part = 0; part < parts; ++part) {
           const Row row = head.load(*k, *v, log_decay, b, g);
           int turn = 0;
-          for (int h = g * n.R; h < (g + 1) * n.R; ++h) {
-            for (int block = 0; block < n.blocks; ++block) {
-              for (int first = 0; first < n.present(block); first += kSpan) {
-                if (turn++ % parts != part) continue;
-                const int64_t t = int64_t(block) * n.C + first;
-                const int count = std::min(kSpan, n.present(block) - first);
-                load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
-                for_degree(n.degree, [&](auto p) {
-                  attend_span<p>(row, 0, block, first, query, own, sum);
-                });
-                for (int i = 0; n.normalize && i < kSpan; ++i) {
-                  const bool is_above = std::abs(denominator[i]) >= n.floor;
-                  denominator[i] = is_above ? denominator[i] : n.floor;
-                  if (i >= count) continue;
-                  *inverse->at(b, t + i, h) = 1.0f / denominator[i];
-                  *is_live->at(b, t + i, h) = is_above;
-                }
-                for (int at = 0; n.normalize && at < V * kSpan; at += kLanes) {
-                  // The inverse of a large denominator would be denormal, and flushed.
-                  store(sum + at, load(sum + at) / load(denominator + at % kSpan));
-                }
-                store_transposed(sum, kSpan, V, count, 1.0f, out->at(b, t, h), out->token);
-              }
+          for_each_span(n, g, [&](int h, int block, int first, int64_t t, int count) {
+            if (turn++ % parts != part) return;
+            load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
+            for_degree(n.degree, [&](auto p) {
+              attend_span<p>(row, 0, block, first, query, own, sum);
+            });
+            for (int i = 0; n.normalize && i < kSpan; ++i) {
+              const bool is_above = std::abs(denominator[i]) >= n.floor;
+              denominator[i] = is_above ? denominator[i] : n.floor;
+              if (i >= count) continue;
+              *inverse->at(b, t + i, h) = 1.0f / denominator[i];
+              *is_live->at(b, t + i, h) = is_above;
             }
-          }
+            for (int at = 0; n.normalize && at < V * kSpan; at += kLanes) {
+              // The inverse of a large denominator would be denormal, and flushed.
+              store(sum + at, load(sum + at) / load(denominator + at % kSpan));
+            }
+            store_transposed(sum, kSpan, V, count, 1.0f, out->at(b, t, h), out->token);
+          });
         }
       }
     }
@@ -156,44 +171,36 @@ void attention_form_backward(const Tokens<const float>* q, const Tokens<const fl
         const Row row = head.load(*k, *v, log_decay, b, g);
         std::fill_n(dkeys, n.blocks * row.k_stride, 0.0f);
         std::fill_n(dvalues, n.blocks * row.values_stride, 0.0f);
-        for (int h = g * n.R; h < (g + 1) * n.R; ++h) {
-          for (int block = 0; block < n.blocks; ++block) {
-            for (int first = 0; first < n.present(block); first += kSpan) {
-              const int64_t t = int64_t(block) * C + first;
-              const int count = std::min(kSpan, n.present(block) - first);
-              load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
-              load_transposed(dout->at(b, t, h), dout->token, V, count, 1.0f, dsum, kSpan);
-              load_transposed(out->at(b, t, h), out->token, V, count, 1.0f, output, kSpan);
-              // delta = dout·out, from which the gradient of the denominator follows, eq. (11).
-              std::fill_n(delta, kSpan, 0.0f);
-              for (int at = 0; at < V * kSpan; at += kLanes) {
-                float* const to = delta + at % kSpan;
-                store(to, load(to) + load(dsum + at) * load(output + at));
-              }
-              for (int i = 0; i < count; ++i) {
-                const bool divides = n.normalize && *is_live->at(b, t + i, h);
-                *row_sums->at(b, t + i, h) = divides ? 0.0f : delta[i];
-                if (!divides) delta[i] = 0.0f;
-              }
-              alignas(64) float factor[kSpan];
-              for (int i = 0; i < kSpan; ++i) {
-                factor[i] = n.normalize && i < count ? *inverse->at(b, t + i, h) : 1.0f;
-                ddenominator[i] = -delta[i] * factor[i];
-              }
-              for (int at = 0; n.normalize && at < V * kSpan; at += kLanes) {
-                store(dsum + at, load(dsum + at) * load(factor + at % kSpan));
-              }
-              for_degree(n.degree, [&](auto p) {
-                attend_span_backward<p>(row, 0, block, first, query, dsum, own, dquery, dkeys,
-                                        dvalues);
-              });
-              store_transposed(dquery, kSpan, K, count, n.scale, dq->at(b, t, h), dq->token);
-            }
+        for_each_span(n, g, [&](int h, int block, int first, int64_t t, int count) {
+          load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
+          load_transposed(dout->at(b, t, h), dout->token, V, count, 1.0f, dsum, kSpan);
+          load_transposed(out->at(b, t, h), out->token, V, count, 1.0f, output, kSpan);
+          // delta = dout·out, from which the gradient of the denominator follows, eq. (11).
+          std::fill_n(delta, kSpan, 0.0f);
+          for (int at = 0; at < V * kSpan; at += kLanes) {
+            float* const to = delta + at % kSpan;
+            store(to, load(to) + load(dsum + at) * load(output + at));
           }
-        }
-        for (int block = 0; block < n.blocks; ++block) {
-          const int64_t t = int64_t(block) * C;
-          const int count = n.present(block);
+          for (int i = 0; i < count; ++i) {
+            const bool divides = n.normalize && *is_live->at(b, t + i, h);
+            *row_sums->at(b, t + i, h) = divides ? 0.0f : delta[i];
+            if (!divides) delta[i] = 0.0f;
+          }
+          alignas(64) float factor[kSpan];
+          for (int i = 0; i < kSpan; ++i) {
+            factor[i] = n.normalize && i < count ? *inverse->at(b, t + i, h) : 1.0f;
+            ddenominator[i] = -delta[i] * factor[i];
+          }
+          for (int at = 0; n.normalize && at < V * kSpan; at += kLanes) {
+            store(dsum + at, load(dsum + at) * load(factor + at % kSpan));
+          }
+          for_degree(n.degree, [&](auto p) {
+            attend_span_backward<p>(row, 0, block, first, query, dsum, own, dquery, dkeys,
+                                    dvalues);
+          });
+          store_transposed(dquery, kSpan, K, count, n.scale, dq->at(b, t, h), dq->token);
+        });
+        for_each_block(n, [&](int block, int64_t t, int count) {
           const float* const keys = row.k + block * row.k_stride;
           float* const dkey = dkeys + block * row.k_stride;
           store_transposed(dkey, C, K, count, 1.0f, dk->at(b, t, g), dk->token);
@@ -204,7 +211,7 @@ void attention_form_backward(const Tokens<const float>* q, const Tokens<const fl
             for (int at = i; at < K * C; at += C) total += keys[at] * dkey[at];
             *k_dk->at(b, t + i, g) = total;
           }
-        }
+        });
       }
     }
   }

@@ -31,10 +31,10 @@ class GatedSums {
   void load_head(const Tokens<const float>& value_scale, const double* log_decay, const Sizes& n,
                  int b, int g) {
     log_decay_ = log_decay + (int64_t(b) * n.G + g) * S * tokens_;
-    for (int block = 0; block < n.blocks; ++block) {
-      load_transposed(value_scale.at(b, int64_t(block) * C_, g), value_scale.token, S,
-                      n.present(block), 1.0f, value_scale_ + int64_t(block) * S * C_, C_);
-    }
+    for_each_block(n, [&](int block, int64_t t, int count) {
+      load_transposed(value_scale.at(b, t, g), value_scale.token, S, count, 1.0f,
+                      value_scale_ + int64_t(block) * S * C_, C_);
+    });
   }
 
   void load_queries(const Tokens<const float>& output_scale, int b, int64_t t, int h, int count,
@@ -206,20 +206,14 @@ void gated_sums(const Tokens<const float>* q, const Tokens<const float>* k,
       for (int g = 0; g < n.G; ++g) {
         const Row row = head.load(*k, *v, nullptr, b, g);
         sums.load_head(*value_scale, log_decay, n, b, g);
-        for (int h = g * n.R; h < (g + 1) * n.R; ++h) {
-          for (int block = 0; block < n.blocks; ++block) {
-            for (int first = 0; first < n.present(block); first += kSpan) {
-              const int64_t t = int64_t(block) * n.C + first;
-              const int count = std::min(kSpan, n.present(block) - first);
-              load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
-              sums.load_queries(*output_scale, b, t, h, count, block, first);
-              for_degree(n.degree, [&](auto p) {
-                add_sums_span<p>(row, sums, block, first, query, own.weights, sum);
-              });
-              store_transposed(sum, kSpan, V, count, 1.0f, out->at(b, t, h), out->token);
-            }
-          }
-        }
+        for_each_span(n, g, [&](int h, int block, int first, int64_t t, int count) {
+          load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
+          sums.load_queries(*output_scale, b, t, h, count, block, first);
+          for_degree(n.degree, [&](auto p) {
+            add_sums_span<p>(row, sums, block, first, query, own.weights, sum);
+          });
+          store_transposed(sum, kSpan, V, count, 1.0f, out->at(b, t, h), out->token);
+        });
       }
     }
   }
@@ -258,35 +252,27 @@ void gated_sums_backward(const Tokens<const float>* q, const Tokens<const float>
         std::fill_n(dkeys, n.blocks * row.k_stride, 0.0f);
         std::fill_n(dvalues, n.blocks * row.values_stride, 0.0f);
         std::fill_n(dscales, size_t(n.blocks) * S * C, 0.0f);
-        for (int h = g * n.R; h < (g + 1) * n.R; ++h) {
-          for (int block = 0; block < n.blocks; ++block) {
-            for (int first = 0; first < n.present(block); first += kSpan) {
-              const int64_t t = int64_t(block) * C + first;
-              const int count = std::min(kSpan, n.present(block) - first);
-              load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
-              load_transposed(dout->at(b, t, h), dout->token, V, count, 1.0f, dsum, kSpan);
-              sums.load_queries(*output_scale, b, t, h, count, block, first);
-              std::fill_n(dspan, size_t(S) * kSpan, 0.0f);
-              for_degree(n.degree, [&](auto p) {
-                add_sums_span_backward<p>(row, sums, block, first, query, dsum, own, dquery, dkeys,
-                                          dvalues, dspan, dscales);
-              });
-              store_transposed(dquery, kSpan, K, count, n.scale, dq->at(b, t, h), dq->token);
-              store_transposed(dspan, kSpan, S, count, 1.0f, doutput_scale->at(b, t, h),
-                               doutput_scale->token);
-            }
-          }
-        }
-        for (int block = 0; block < n.blocks; ++block) {
-          const int64_t t = int64_t(block) * C;
-          const int count = n.present(block);
+        for_each_span(n, g, [&](int h, int block, int first, int64_t t, int count) {
+          load_transposed(q->at(b, t, h), q->token, K, count, n.scale, query, kSpan);
+          load_transposed(dout->at(b, t, h), dout->token, V, count, 1.0f, dsum, kSpan);
+          sums.load_queries(*output_scale, b, t, h, count, block, first);
+          std::fill_n(dspan, size_t(S) * kSpan, 0.0f);
+          for_degree(n.degree, [&](auto p) {
+            add_sums_span_backward<p>(row, sums, block, first, query, dsum, own, dquery, dkeys,
+                                      dvalues, dspan, dscales);
+          });
+          store_transposed(dquery, kSpan, K, count, n.scale, dq->at(b, t, h), dq->token);
+          store_transposed(dspan, kSpan, S, count, 1.0f, doutput_scale->at(b, t, h),
+                           doutput_scale->token);
+        });
+        for_each_block(n, [&](int block, int64_t t, int count) {
           store_transposed(dkeys + block * row.k_stride, C, K, count, 1.0f, dk->at(b, t, g),
                            dk->token);
           store_transposed(dvalues + block * row.values_stride, C, V, count, 1.0f,
                            dv->at(b, t, g), dv->token);
           store_transposed(dscales + int64_t(block) * S * C, C, S, count, 1.0f,
                            dvalue_scale->at(b, t, g), dvalue_scale->token);
-        }
+        });
       }
     }
   }
