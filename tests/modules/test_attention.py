@@ -254,7 +254,15 @@ def test_sizes_and_flops_match_measured_ones(kind: str, options: dict[str, objec
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
 
 
-@pytest.mark.parametrize("kind", [k for k in VARIANTS if attention_config(k).cost == "linear"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # It makes hundreds of chunks, one after another.
+        pytest.param(kind, marks=pytest.mark.wide if kind == "power_delta" else ())
+        for kind in VARIANTS
+        if attention_config(kind).cost == "linear"
+    ],
+)
 def test_a_linear_kind_has_bounded_state_and_cost(kind: str) -> None:
     with torch.device("meta"):
         attention = build_attention(kind, WIDTH, HEADS)

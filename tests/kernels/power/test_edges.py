@@ -30,19 +30,26 @@ TRITON: dict[str, dict[str, Any]] = {
 }
 TRITON_STEPS: dict[str, Any] = {"form": "recurrent", "backend": "triton"}
 EVERY_FORM = FORMS | TRITON
-# The interpreter takes seconds per case. `make test` has Triton's chunked form, which shares the
-# gates and the numerics of the attention form; test_attention.py has the latter on its own.
-per_form = pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(how, id=name, marks=[pytest.mark.wide] if name == "triton attention" else [])
-        for name, how in EVERY_FORM.items()
-    ],
-)
 
 
 def wide(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.wide)
+
+
+def but_wide(*wide: str) -> pytest.MarkDecorator:
+    """Every form, some of them in the wide suite alone."""
+    forms = [
+        pytest.param(how, id=name, marks=pytest.mark.wide if name in wide else ())
+        for name, how in EVERY_FORM.items()
+    ]
+    return pytest.mark.parametrize("how", forms)
+
+
+# The interpreter takes seconds per case. `make test` has Triton's chunked form, which shares the
+# gates and the numerics of the attention form; test_attention.py has the latter on its own.
+per_form = but_wide("triton attention")
+# Where the chunked form takes five to ten seconds.
+per_form_in_torch = but_wide(*TRITON)
 
 
 MULTIPLE = 2 * MULTIPLE_PER_DEGREE  # at degree 2
@@ -75,7 +82,7 @@ SPLITS = [
             ("triton steps", "recurrent"),
         )
     ),
-    ("triton steps", "triton attention"),
+    wide("triton steps", "triton attention"),
 ]
 
 
@@ -110,7 +117,7 @@ def flat(results: tuple[Tensor, PowerState | None]) -> list[Tensor]:
     return [out, *state]
 
 
-@per_form
+@per_form_in_torch
 def test_a_split_changes_no_gradient(how: dict[str, Any]) -> None:
     x = inputs(50)
     weights = torch.randn(1, 50, 4, 4).double()
@@ -180,7 +187,7 @@ def test_packed_documents_equal_separate_ones(how: dict[str, Any], has_state: bo
         assert_close(found, exact, definition, multiple=MULTIPLE)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4, 6])
+@pytest.mark.parametrize("degree", [1, 2, wide(4), wide(6)])
 @pytest.mark.parametrize("has_gates", [True, False])
 @pytest.mark.parametrize("how", FORMS.values(), ids=FORMS)
 def test_a_gate_of_zero_begins_a_document(
@@ -203,7 +210,7 @@ def test_a_gate_of_zero_begins_a_document(
         assert (one - other).abs().max() <= 1e-13 * max(1, other.abs().max())
 
 
-@per_form
+@per_form_in_torch
 def test_outputs_ignore_the_future_to_the_bit(how: dict[str, Any]) -> None:
     if is_triton(how):
         places, x = (1, 37, 69), inputs(70, K=9, H=2, G=1)
@@ -233,7 +240,7 @@ def test_a_gate_of_zero_forgets_everything(how: dict[str, Any]) -> None:
     assert torch.equal(after[:, 33:], out[:, 33:])
 
 
-@per_form
+@per_form_in_torch
 def test_gradients_of_gates_stop_at_a_reset(how: dict[str, Any]) -> None:
     """Not even rounding errors of large gradients pass, as the sums of eq. (15) stop at a reset."""
     q, k, v, log_g = inputs(60)
@@ -310,7 +317,7 @@ def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: floa
         assert (leaves[3].grad[:, 5:20] == 0).all()
 
 
-@per_form
+@per_form_in_torch
 @pytest.mark.parametrize("scale", [1.0, wide(1e-12)])
 def test_a_query_orthogonal_to_every_key_stays_small(how: dict[str, Any], scale: float) -> None:
     """The denominator is 0, and the part read from the state is only rounding error."""
@@ -354,7 +361,7 @@ def test_a_query_of_zero_reads_zero(how: dict[str, Any]) -> None:
     assert q.grad.isfinite().all()
 
 
-@per_form
+@per_form_in_torch
 def test_autocast_keeps_float32_inside(how: dict[str, Any]) -> None:
     x = [y.float() for y in inputs(60)]
     wanted, _ = power_attention(*x, **how)

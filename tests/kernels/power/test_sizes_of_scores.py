@@ -132,7 +132,13 @@ def test_huge_scores_before_a_reset_and_in_the_future_hide_none(
 
 
 @either_degree
-@pytest.mark.parametrize("how", WITH_STATES, ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, id=str(how), marks=pytest.mark.wide if how["form"] == "recurrent" else ())
+        for how in WITH_STATES
+    ],
+)
 def test_with_states_queries_may_have_any_size_and_keys_those_of_the_docstring(
     degree: int, how: dict[str, Any]
 ) -> None:

@@ -68,7 +68,7 @@ def test_steps_equal_the_definition(
         ("torch", torch.float64, torch.float64),
         ("torch", torch.float64, torch.float32),
         ("triton", torch.float32, torch.float32),
-        ("triton", torch.float32, torch.float64),
+        pytest.param("triton", torch.float32, torch.float64, marks=pytest.mark.wide),
     ],
 )
 def test_steps_in_place_overwrite_the_state(
@@ -90,7 +90,10 @@ def test_steps_in_place_overwrite_the_state(
     assert [x.data_ptr() for x in state] == memory
 
 
-@pytest.mark.parametrize("programs", [1, 4, 64])
+@pytest.mark.parametrize(
+    "programs",
+    [pytest.param(1, marks=pytest.mark.wide), 4, pytest.param(64, marks=pytest.mark.wide)],
+)
 def test_features_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """Fifteen blocks of features in one part, in parts of eight and seven, and in 15 parts."""
     step = import_module("longhaul.kernels.power.triton.step")

@@ -51,11 +51,14 @@ def gradients(keep: bool, **settings: Any) -> tuple[list[Tensor], bool]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"is_continued": True, "cu_seqlens": torch.tensor([0, 1, 23, T])},
-        {"normalize": False},
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"is_continued": True, "cu_seqlens": torch.tensor([0, 1, 23, T])},
+            id="packed, continued",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param({"normalize": False}, id="not normalised", marks=pytest.mark.wide),
     ],
-    ids=["plain", "packed, continued", "not normalised"],
 )
 def test_kept_states_change_no_gradient(settings: dict[str, Any]) -> None:
     kept, got_states = gradients(True, **settings)
@@ -103,6 +106,7 @@ def test_fake_states_are_as_the_kernels_make_them(dtype: torch.dtype) -> None:
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in real]
 
 
+@pytest.mark.wide
 def test_a_training_step_launches_few_kernels() -> None:
     """Short calls wait for their starting. Half of the heads at a time need twice as many."""
     launched = []
