@@ -20,6 +20,12 @@ RUNS = sorted(
     for path in (CONFIGS / "run").rglob("*.yaml")
     if not path.stem.endswith("recipe")
 )
+# One preset of each kind of recipe; `make test-all` has all.
+EVERYDAY = (
+    *("run/demo.yaml", "run/two-sources.yaml", "run/llama-124m.yaml"),
+    *("run/hybrid-conformal-sympow-124m.yaml", "run/paper/conformal-sympow-p2-1024.yaml"),
+    *("run/paper/coca-strict.yaml", "run/paper/complex-1.3b.yaml"),
+)
 SIZES = {"gpt2-124m": 124e6, "gpt2-354m": 354e6, "gpt2-772m": 772e6, "gpt2-1.6b": 1.56e9}
 SIZES |= {"gpt-1.3b": 1.31e9, "gpt-neox-350m": 406e6}
 SIZES |= {"llama-124m": 124e6, "llama-340m": 360e6, "llama-1.3b": 1.336e9}
@@ -95,7 +101,10 @@ def of_experiment(experiment: str) -> list[RunConfig]:
     return [run for run in runs if run.tracking.experiment == experiment]
 
 
-@pytest.mark.parametrize("preset", RUNS)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(one, marks=() if one in EVERYDAY else pytest.mark.wide) for one in RUNS],
+)
 def test_a_preset_builds_and_is_the_same_after_yaml(preset: str, tmp_path: Path) -> None:
     config = load_run_config(preset)
     assert (CONFIGS / preset).read_text().startswith(f"# longhaul train {preset}\n")
@@ -130,7 +139,9 @@ def test_a_shape_has_the_parameters_of_its_name(size: str, tmp_path: Path) -> No
     assert model.num_parameters() == pytest.approx(SIZES[size], rel=0.005)
 
 
-@pytest.mark.parametrize("size", LLAMA)
+@pytest.mark.parametrize(
+    "size", [pytest.param(one, marks=() if one == "124m" else pytest.mark.wide) for one in LLAMA]
+)
 def test_a_run_of_llamas_block_has_any_kind(size: str) -> None:
     for kind in registered_variants():
         config = load_run_config(f"run/llama-{size}.yaml", kind=kind)
@@ -154,9 +165,8 @@ def test_a_run_of_llamas_block_has_its_recipe(size: str, recipe: str) -> None:
     assert share == (0.2 if schedule.name == "wsd" else 0.0)
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(one, marks=() if one == "124m" else pytest.mark.wide) for one in LLAMA]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("size", LLAMA)
 def test_a_run_of_llamas_block_is_planned_with_every_kind(
     size: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
