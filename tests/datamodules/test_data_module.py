@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -38,8 +39,17 @@ def module_of(location: str, *, rank: int = 0, world_size: int = 1, **options) -
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Of ranks and workers; `make test-all` has the other pairs.
+EVERYDAY = ((1, 1), (2, 3), (3, 0), (4, 0))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "workers"),
+    [
+        pytest.param(*pair, marks=() if pair in EVERYDAY else pytest.mark.wide)
+        for pair in itertools.product((1, 2, 3, 4), (0, 1, 3))
+    ],
+)
 def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
     make_shards, world_size: int, workers: int
 ) -> None:

@@ -86,7 +86,7 @@ def test_pieces_without_a_mask_begin_with_the_bos_id(data: DataConfig) -> None:
     assert torch.equal(found["input"][:, 1:], found["target"][:, :-1])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_any_ranks_read_the_same_pieces_after_any_update(data: DataConfig, ranks: int) -> None:
     wanted = [row for batch in batches(data) for row in batch["input"].tolist()]
     for first in range(5):

@@ -63,6 +63,7 @@ def samples(
     return found
 
 
+@pytest.mark.wide
 def test_every_update_is_the_same_on_any_number_of_ranks_and_after_kills(
     mixture: DataConfig,
 ) -> None:

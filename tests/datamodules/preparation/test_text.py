@@ -175,6 +175,7 @@ def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
     assert numbers != sorted(numbers)
 
 
+@pytest.mark.wide
 def test_the_standard_library_is_a_corpus() -> None:
     opened = open_sources([STANDARD_LIBRARY])
     names = [name for name, _ in opened.files]

@@ -214,6 +214,7 @@ def test_the_separator_is_guessed_from_the_first_documents(
             open_token_files([tmp_path], TOKENIZER, raw="uint16", separator="after")
 
 
+@pytest.mark.wide
 def test_long_rows_of_a_table_of_bounds_take_no_memory(tmp_path: Path) -> None:
     raw(tmp_path / "p.npy", [1] * 1000)
     rows = (f"{n},{n + 1},{'x' * 60_000}\n" for n in range(1000))
