@@ -427,6 +427,7 @@ def begins_with(folder: Path, base: Run, *options: str) -> LanguageModel:
     return model
 
 
+@pytest.mark.wide
 def test_a_run_begins_with_what_was_exported(
     exported: Path, base: Run, make_run: Callable[[int], Run], tmp_path: Path
 ) -> None:

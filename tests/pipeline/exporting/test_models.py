@@ -229,13 +229,13 @@ def every_tokenizer() -> dict[str, Any]:
     return {name: build_tokenizer(name) for name in ("bytes", "gpt2", "longcrawl64")} | {"own": own}
 
 
+# What `make test` exports; `make test-all` has all kinds, options and shapes.
+EVERYDAY = ("conformal_sympow", "softmax", "gated_deltanet", MIXED, "shape of Gemma")
+
+
 def marked(names: list[str]) -> list[Any]:
-    """`make test` runs every kind without options, mixed layers and other shapes."""
     return [
-        name
-        if name in (*registered_variants(), MIXED, *SHAPES)
-        else pytest.param(name, marks=pytest.mark.wide)
-        for name in names
+        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.wide) for name in names
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday_kinds import every_kind
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -77,7 +78,7 @@ def likeliest(model: LanguageModel, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_a_batch_read_in_pieces_gives_what_full_passes_give(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +238,7 @@ def test_no_part_of_a_stop_is_ever_shown_however_tokens_cut_the_text(
         assert shown + decoder.flush() == (text + "?" if wanted is None else wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_a_saved_session_goes_on_as_if_it_had_not_ended(kind: str, tmp_path: Path) -> None:
     model, prompt, added, file = model_of(kind), prompt_of(14), prompt_of(11), tmp_path / "s"
     other = Session(prompt_of(14)[::-1])

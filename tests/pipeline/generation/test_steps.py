@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday_kinds import every_kind
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +89,7 @@ def plain_logits(model: LanguageModel, tokens: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_steps_have_the_logits_of_plain_steps(
     kind: str, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

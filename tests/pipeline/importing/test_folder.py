@@ -70,6 +70,7 @@ def test_the_run_of_weights_in_bfloat16_computes_what_transformers_does(tmp_path
         assert torch.equal(again[name], value.float()), name
 
 
+@pytest.mark.wide
 def test_commands_take_the_run(make_run: Callable[[int], Run], tmp_path: Path) -> None:
     theirs = save(tmp_path / "theirs")
     # As some published folders have it, such as that of GPT-2; the ids are in config.json.

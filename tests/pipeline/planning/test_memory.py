@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
+from everyday_kinds import every_kind
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -20,7 +21,6 @@ from longhaul.kernels.power import library
 from longhaul.kernels.power.call import PowerCall, SavedState
 from longhaul.kernels.power.cost import choose_chunk_size
 from longhaul.kernels.power.torch import backend as chunked
-from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.distributed.blocks import Checkpointing
@@ -39,6 +39,10 @@ SMALL = ("model.width=64", "model.heads=4", "data.context=128")
 NEOX = ["model.embedding_norm=false", "model.parallel_residual=true"]
 NEOX += ["model.biases=true", "model.tied_head=false"]
 LLAMA = ["model.norm=rms", "model.mlp=swiglu", "model.mlp_width=512", "model.norm_order=sandwich"]
+
+either_accumulation = pytest.mark.parametrize(
+    "accumulation", [pytest.param(1, marks=pytest.mark.wide), 3]
+)
 
 
 def config(*overrides: str, ranks: int = 1) -> RunConfig:
@@ -128,7 +132,7 @@ def test_live_memory_counts_as_torch_does() -> None:
     assert peaks[0] == peaks[1]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@either_accumulation
 def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
     ranks = 4
     planner = Planner(small(ranks, accumulation))
@@ -161,6 +165,7 @@ def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
     assert [plan.copies for plan in zero] == [4 * numbers, 8 * numbers, 8 * numbers]
 
 
+@pytest.mark.wide
 def test_muon_keeps_one_moment_of_matrices_and_exchanges_them() -> None:
     ranks = 4
     run = small(ranks, accumulation=1)
@@ -183,7 +188,7 @@ def test_muon_keeps_one_moment_of_matrices_and_exchanges_them() -> None:
     assert set(strategies) == {"single", "ddp", "fsdp"}
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@either_accumulation
 def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
     ranks = 4
     planner = Planner(small(ranks, accumulation))
@@ -214,7 +219,10 @@ def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
 LONG = ("data.context=1024", "trainer.micro_batch=1", "optim.tokens_per_update=1024")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+@pytest.mark.parametrize(
+    "strategy",
+    [*(pytest.param(one, marks=pytest.mark.wide) for one in ("ddp", "deepspeed")), "fsdp"],
+)
 def test_ranks_that_share_sequences_hold_a_part_of_the_activations(strategy: str) -> None:
     one = Planner(config(*SMALL, *LONG))
     shared = Planner(config(*SMALL, *LONG, "trainer.context_parallel=4", ranks=4))
@@ -253,6 +261,7 @@ def test_a_run_that_shares_sequences_fits_where_whole_ones_do_not(
     assert held < Planner(config(*SMALL, *LONG)).plan(MemorySettings(strategy="single")).held
 
 
+@pytest.mark.wide
 def test_smaller_micro_batches_are_those_of_a_group_of_ranks() -> None:
     """Four ranks that share sequences take as many samples as one rank does."""
     sizes = ("data.context=128", "trainer.micro_batch=4", "optim.tokens_per_update=512")
@@ -264,6 +273,7 @@ def test_smaller_micro_batches_are_those_of_a_group_of_ranks() -> None:
     assert change.startswith("trainer.micro_batch=2 ")
 
 
+@pytest.mark.wide
 def test_replicas_hold_the_whole_model_together() -> None:
     run = ("trainer.strategy=fsdp", "trainer.devices=4")
     sizes = (*SMALL, "trainer.micro_batch=1", "optim.tokens_per_update=512", "model.layers=2")
@@ -279,6 +289,7 @@ def test_replicas_hold_the_whole_model_together() -> None:
     assert whole.sent == ddp.sent
 
 
+@pytest.mark.wide
 def test_products_in_bfloat16_gather_and_send_half() -> None:
     run = ("trainer.strategy=fsdp", "trainer.devices=4", "model.layers=2")
     sizes = (*SMALL, "trainer.micro_batch=1", "optim.tokens_per_update=512")
@@ -301,6 +312,7 @@ def test_offloaded_moments_take_no_memory_of_a_gpu() -> None:
     assert planner.plan(MemorySettings(strategy="deepspeed", stage=2)).optimizer == 0
 
 
+@pytest.mark.wide
 def test_checkpointing_and_small_batches_need_less() -> None:
     planner = Planner(small(ranks=2, accumulation=1, micro_batch=8, layers=3))
     for strategy in ("single", "ddp", "fsdp"):
@@ -314,6 +326,7 @@ def test_checkpointing_and_small_batches_need_less() -> None:
         assert planner.plan(MemorySettings(strategy=strategy), 4).total < kept.total
 
 
+@pytest.mark.wide
 def test_the_smallest_change_that_fits_is_named_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_GROUP", 0)  # it is more than this model takes
     run = small(ranks=2, accumulation=1, micro_batch=8, layers=1)
@@ -367,7 +380,7 @@ def test_the_model_that_is_evaluated_counts_where_an_update_takes_less() -> None
     assert more == pytest.approx(1.05 * plan.evaluation_model, abs=2)
 
 
-@pytest.mark.parametrize("kind", registered_variants())
+@every_kind
 def test_every_kind_can_be_traced(kind: str) -> None:
     sizes = ("model.layers=1", "trainer.micro_batch=1", "optim.tokens_per_update=128")
     run = load_run_config("run/demo.yaml", [*SMALL, *sizes], kind=kind)

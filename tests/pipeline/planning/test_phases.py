@@ -44,6 +44,7 @@ def planned(*overrides: str) -> tuple[int, float]:
     return plan.total, plan.sent
 
 
+@pytest.mark.wide
 def test_the_plan_of_larger_updates_is_that_of_the_largest() -> None:
     larger = planned("optim.tokens_per_update=1024")
     # A second micro-batch runs beside the gradients of the first, and gathers blocks again.

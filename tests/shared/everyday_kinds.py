@@ -1,0 +1,18 @@
+"""Every kind of attention, for what does not depend on formulas; tests/modules has those of all.
+
+`make test` runs one kind of each family, and `make test-all` the others.
+"""
+
+import pytest
+
+from longhaul.modules.attention import registered_variants
+
+EVERYDAY = ("conformal_sympow", "gated_deltanet", "softmax", "zeros")
+
+every_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in EVERYDAY else pytest.mark.wide)
+        for kind in registered_variants()
+    ],
+)
