@@ -89,6 +89,7 @@ def test_compiled_prefix_sums_are_refused_with_it(capsys: pytest.CaptureFixture[
     assert "trainer.compile: found true with trainer.deterministic" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_deterministic_run_resumes_to_the_bit(run: Run, uninterrupted: Run) -> None:
     process = run.start("train", "small.yaml", "trainer.deterministic=true")
     run.wait_for_step(process, 8)

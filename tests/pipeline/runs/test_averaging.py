@@ -76,6 +76,7 @@ def test_it_is_a_run_that_is_evaluated_and_has_its_config_and_data(
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+@pytest.mark.wide
 def test_it_is_exported_with_the_steps_that_it_is_the_mean_of(
     averaged: Path, uninterrupted: Run, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_it_is_exported_with_the_steps_that_it_is_the_mean_of(
     assert "| weights | the mean of those after the updates 28, 30 |" in card
 
 
+@pytest.mark.wide
 def test_a_new_run_begins_with_it_and_it_is_not_resumed(
     averaged: Path, run: Run, uninterrupted: Run
 ) -> None:

@@ -39,6 +39,10 @@ def change(run: Path, key: str, value: Any) -> None:
     file.write_text(yaml.safe_dump(config))
 
 
+def wide(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.wide)
+
+
 @pytest.mark.parametrize("key", ["data.manifest", "data.validation_manifest"])
 @pytest.mark.parametrize("location", ["pipe:touch PWNED; cat", "http://127.0.0.1:9"])
 def test_no_command_runs_and_no_host_is_asked_that_only_the_config_names(
@@ -93,10 +97,10 @@ def test_what_was_typed_is_used_and_remembered_for_the_runs_of_the_user(
     [
         ("container", "docker://theirs"),
         ("environment", ["LD_PRELOAD=/tmp/theirs.so"]),
-        ("modules", ["theirs"]),
-        ("modules", ["../theirs"]),
+        wide("modules", ["theirs"]),
+        wide("modules", ["../theirs"]),
         ("account", "mine"),
-        ("partition", "dear"),
+        wide("partition", "dear"),
     ],
 )
 def test_a_job_gets_nothing_of_slurm_that_only_the_config_names(
@@ -253,9 +257,9 @@ def test_no_export_or_mean_goes_through_a_link_in_the_run_folder(
         ("foreign/slurm/jobs.jsonl", "link", "found a link to "),
         ("foreign/slurm/jobs.jsonl", "FIFO", "found a FIFO"),
         ("foreign-sweep", "link", "found a link to "),
-        ("foreign-sweep/configs", "link", "found a link to "),
-        ("foreign-sweep/logs", "link", "found a link to "),
-        ("foreign-sweep/slurm", "link", "found a link to "),
+        wide("foreign-sweep/configs", "link", "found a link to "),
+        wide("foreign-sweep/logs", "link", "found a link to "),
+        wide("foreign-sweep/slurm", "link", "found a link to "),
         ("foreign-sweep/slurm/jobs.jsonl", "FIFO", "found a FIFO"),
     ],
 )

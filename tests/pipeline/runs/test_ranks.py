@@ -44,6 +44,7 @@ def leave_late(ranks: Ranks) -> None:
         dist.destroy_process_group = close_late
 
 
+@pytest.mark.wide
 def test_a_process_that_leaves_late_still_finds_what_it_closes() -> None:
     # In a process of its own: where another rank fails, the first ends its whole process.
     done = subprocess.run(

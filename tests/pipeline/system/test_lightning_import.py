@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 TRY = """
 import importlib.util, sys
 import longhaul.pipeline.commands.train
@@ -16,6 +18,7 @@ import lightning.pytorch, scipy.signal, torchmetrics
 """
 
 
+@pytest.mark.wide
 def test_what_no_run_uses_is_not_imported_and_can_be_later() -> None:
     result = subprocess.run(
         [sys.executable, "-c", TRY], env={"PATH": ""}, capture_output=True, text=True

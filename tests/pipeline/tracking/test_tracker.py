@@ -247,6 +247,7 @@ print(one.finish("FINISHED", timeout_s=0.5))
 """
 
 
+@pytest.mark.wide
 def test_a_full_database_is_one_line_and_one_at_the_end(
     empty_store: Path, run_dir: Path, tmp_path: Path
 ) -> None:

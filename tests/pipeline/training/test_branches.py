@@ -88,6 +88,7 @@ def test_a_branch_is_the_run_that_trains_alone_to_its_budget(
     assert rates(trunk) == pytest.approx({step: wsd(step, 16) for step in range(1, 17)})
 
 
+@pytest.mark.wide
 def test_a_branch_is_resumed_as_any_run(
     trunk: Run, run: Run, make_run: Callable[[int], Run]
 ) -> None:
@@ -155,6 +156,7 @@ def test_other_data_are_refused(trunk: Run, run: Run, corpus: Path) -> None:
     assert "data.manifest: found other shards in" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.wide
 def test_a_run_that_decays_otherwise_is_no_trunk(run: Run, make_run: Callable[[int], Run]) -> None:
     cosine = make_run(4)
     cosine.longhaul("train", "small.yaml")

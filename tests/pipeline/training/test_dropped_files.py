@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
@@ -37,6 +38,7 @@ def test_the_table_in_the_docs_names_what_is_tried() -> None:
             assert wanted.removesuffix("/train/manifest.json") in table, name
 
 
+@pytest.mark.wide
 def test_nothing_that_is_dropped_into_a_run_folder_ends_the_training(
     make_run: Any, fork: Any, tmp_path: Path
 ) -> None:

@@ -104,7 +104,10 @@ def test_an_update_takes_the_next_samples_and_counts_as_several_steps(
     assert list(history(run, "curves/validation_loss")) == [11, 14]
 
 
-@pytest.mark.parametrize(("what_grows", "stops"), [("contexts", (2, 6)), ("updates", (4, 8))])
+@pytest.mark.parametrize(
+    ("what_grows", "stops"),
+    [("contexts", (2, 6)), pytest.param("updates", (4, 8), marks=pytest.mark.wide)],
+)
 def test_a_resumed_run_is_the_same_to_the_bit(
     what_grows: str,
     stops: tuple[int, int],

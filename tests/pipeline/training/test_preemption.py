@@ -71,6 +71,7 @@ def undisturbed(make_run: Any) -> Run:
     return run
 
 
+@pytest.mark.wide
 def test_stopped_and_killed_the_run_ends_with_the_same_weights(run: Run, undisturbed: Run) -> None:
     process = start(run, "checkpoint.every_tokens=1000000")
     run.wait_for_step(process, 4)
@@ -194,6 +195,7 @@ def test_a_signal_before_the_training_asks_to_run_it_again(
     assert fork(code, run.path).end() == (75, "longhaul: SIGTERM before the training began\n")
 
 
+@pytest.mark.wide
 def test_a_run_whose_terminal_is_closed_saves(run: Run) -> None:
     train = [sys.executable, TRACED, "train", "small.yaml", "checkpoint.every_tokens=1000000"]
     pid, terminal = pty.fork()

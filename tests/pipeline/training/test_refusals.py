@@ -124,6 +124,7 @@ def test_a_budget_below_what_is_trained_is_refused(
             check_run(config)
 
 
+@pytest.mark.wide
 def test_what_is_refused_leaves_a_running_run_as_it_was(
     run: Run, refuse: Callable[[Run], int], fork: Callable[..., Any]
 ) -> None:

@@ -179,6 +179,7 @@ def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
     assert uninterrupted.trace.read_bytes() == before
 
 
+@pytest.mark.wide
 def test_a_run_killed_just_before_its_end_is_ended(uninterrupted: Run) -> None:
     (uninterrupted.path / "small" / "DONE").unlink()
     before = final_weights(uninterrupted)
@@ -279,6 +280,7 @@ def test_three_processes_with_two_workers_each_see_the_same_batches(
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_before_it(run: Run) -> None:
     options = ("train", "small.yaml", f"trainer.max_tokens={8 * 512}")
     run.longhaul(*options)
@@ -346,6 +348,7 @@ def expect_one_line(result: Any, status: int, *parts: str) -> None:
         assert part in lines[0]
 
 
+@pytest.mark.wide
 def test_another_config_for_the_same_folder_is_refused(run: Run) -> None:
     run.longhaul("train", "small.yaml", BRIEF)
     before = {path: path.read_bytes() for path in (run.path / "small").glob("*.*")}
@@ -392,6 +395,7 @@ def test_nodes_that_nothing_tells_of_each_other_are_refused(run: Run) -> None:
     expect_one_line(result, 2, "trainer.nodes: found 2 outside of a Slurm job")
 
 
+@pytest.mark.wide
 def test_a_full_disk_stops_the_run_and_loses_nothing(run: Run) -> None:
     # A limit on the size of a file is a disk that a checkpoint does not fit on, and all else does.
     options = ("small.yaml", "model.width=256", "trainer.max_tokens=3072")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from mlflow.tracking import MlflowClient
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -37,6 +38,7 @@ def batches(run: Run) -> dict[int, Counter[int]]:
     return found
 
 
+@pytest.mark.wide
 def test_weights_change_in_a_run_that_was_interrupted(
     corpus: Path, make_run: Callable[[int], Run]
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_start_that_does_not_fit_is_one_line(
     assert not (run.path / "small").exists()
 
 
+@pytest.mark.wide
 def test_a_hybrid_trains_the_initial_states_it_has(make_run: Callable[[int], Run]) -> None:
     run = make_run(2)
     last = "model.layer_attention.1.kind=softmax"
