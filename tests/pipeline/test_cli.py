@@ -82,7 +82,10 @@ def test_only_what_is_missing_is_named(capsys: Output) -> None:
     assert error.endswith("the following arguments are required: config\n")
 
 
-@pytest.mark.parametrize("arguments", [["help"], ["train", "--help"], ["config", "--keys"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["help"], ["train", "--help"], pytest.param(["config", "--keys"], marks=pytest.mark.wide)],
+)
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     command = [sys.executable, "-P", "-m", "longhaul.pipeline.cli", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -241,6 +241,7 @@ def test_a_sweep_is_one_array_of_runs_below_a_parent(
     assert [cluster.job(f"{array}_{task}")["Restarts"] for task in range(4)] == list("1000")
 
 
+@pytest.mark.wide
 def test_a_large_job_is_accepted(
     make_work: Callable[..., Work], make_cluster: Callable[..., Cluster]
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_large_job_is_accepted(
     assert "#SBATCH --qos=long\n" in (work.folder / "slurm" / "train.sbatch").read_text()
 
 
+@pytest.mark.wide
 def test_a_job_that_cannot_fit_is_refused(work: Work) -> None:
     # 2 layers of 16,384 hold 6.5 billion parameters, which take 103 GB with gradients and moments;
     # one A100 has 80 GB.

@@ -22,6 +22,7 @@ def test_plain_torch_computes_the_same() -> None:
     )
 
 
+@pytest.mark.wide
 def test_every_call_is_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ class Harness:
         Path(work["found"]).write_text(json.dumps(self.answer))
 
 
+@pytest.mark.wide
 def test_the_harness_keeps_no_states_and_makes_logits_of_a_gigabyte(
     base: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,8 +28,17 @@ def token_loss(model: LanguageModel, before: list[int], token: int) -> float:
     return -logits.log_softmax(0)[token].item()
 
 
-@pytest.mark.parametrize("kind", ["softmax", "conformal_sympow"])
-@pytest.mark.parametrize("positions", ["none", "linear", "dynamic_ntk"])
+@pytest.mark.parametrize(
+    ("positions", "kind"),
+    [
+        *((positions, "softmax") for positions in ("none", "linear", "dynamic_ntk")),
+        ("none", "conformal_sympow"),
+        *(
+            pytest.param(positions, "conformal_sympow", marks=pytest.mark.wide)
+            for positions in ("linear", "dynamic_ntk")
+        ),
+    ],
+)
 @pytest.mark.parametrize("bos_id", [BOS, None])
 @torch.no_grad()
 def test_sliding_loss_is_that_of_a_brute_force_window(
@@ -130,6 +139,7 @@ def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: P
     assert [int(row["tokens"]) for row in rows] == [256, 256]
 
 
+@pytest.mark.wide
 def test_the_first_tokens_of_each_text_are_read(uninterrupted: Run, tmp_path: Path) -> None:
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for text, word in zip(texts, ("abc def\n", "while True:\n"), strict=True):

@@ -55,6 +55,7 @@ def test_results_with_scaled_positions_stand_beside_the_others(trained: Run) -> 
     assert torch.stack(losses).mean().item() == pytest.approx(scaled, abs=1e-5)
 
 
+@pytest.mark.wide
 def test_longer_windows_are_read_with_and_without_dynamic_ntk(trained: Run) -> None:
     folder = trained.path / "small" / "evaluation"
     longer = ("evaluate", "small", "--context", "128")
@@ -70,6 +71,7 @@ def test_longer_windows_are_read_with_and_without_dynamic_ntk(trained: Run) -> N
     assert load_trained_model(trained.path / "small", "dynamic_ntk", 2.5).positions.context == 64
 
 
+@pytest.mark.wide
 def test_generation_takes_interpolated_positions(trained: Run) -> None:
     arguments = ("generate", "small", "--prompt", "def ", "--tokens", "20")
     plain = trained.longhaul(*arguments)

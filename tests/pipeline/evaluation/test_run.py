@@ -144,6 +144,7 @@ def test_evaluation_is_tracked_with_its_checkpoint(evaluated: Run) -> None:
     assert "evaluation/bigram_loss" in tracked.data.metrics
 
 
+@pytest.mark.wide
 def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
     folder = evaluated.path / "small" / "evaluation" / "step-000000030"
     journal = evaluated.path / "small" / "logs" / "evaluation.jsonl"
@@ -164,6 +165,7 @@ def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
     assert "results are already there" not in again.stdout
 
 
+@pytest.mark.wide
 def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> None:
     given = ("evaluate", "small", "--tasks", "perplexity", "--contexts", "32")
     evaluated.longhaul(*given)
@@ -185,6 +187,7 @@ def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> 
     assert json.loads((folder / "results.json").read_text()) == before
 
 
+@pytest.mark.wide
 def test_several_runs_are_measured_and_one_that_fails_is_named(
     evaluated: Run, empty_store: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +219,7 @@ def test_several_runs_are_measured_and_one_that_fails_is_named(
     assert twice.stdout.count("step 30, /") == 2
 
 
+@pytest.mark.wide
 def test_windows_may_have_one_token(evaluated: Run) -> None:
     evaluated.longhaul("evaluate", "small", "--context", "1")
     folder = evaluated.path / "small" / "evaluation" / "step-000000030-context-1"

@@ -52,7 +52,9 @@ def test_scores_of_later_keys_are_left_out() -> None:
     assert largest == [7.0, 5.0, 2.5]
 
 
-@pytest.mark.parametrize("trained", ["softmax", "alibi", "coca"], indirect=True)
+@pytest.mark.parametrize(
+    "trained", ["softmax", pytest.param("alibi", marks=pytest.mark.wide), "coca"], indirect=True
+)
 @pytest.mark.parametrize("no_bos", [False, True])
 def test_a_softmax_of_the_scores_is_the_weights(
     trained: TrainedModel, no_bos: bool, tmp_path: Path

@@ -95,6 +95,7 @@ def test_bad_input_of_several_devices_is_one_line(uninterrupted: Run) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.wide
 def test_training_evaluates_and_goes_on_as_if_it_had_not(run: Run, uninterrupted: Run) -> None:
     run.longhaul(
         *("train", "small.yaml", "evaluation.tasks=[positions,recall,bigram]"),

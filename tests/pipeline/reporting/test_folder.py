@@ -365,6 +365,7 @@ def test_a_report_that_fails_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run]) -> None:
     run = make_run(3)
     run.longhaul("train", "small.yaml")

@@ -41,6 +41,7 @@ def test_without_a_gpu_it_checks_what_it_can_and_says_what_it_could_not(
     assert f"skipped, needs a GPU: {len(skipped)} checks, such as timings: training" in printed
 
 
+@pytest.mark.wide
 def test_bad_arguments_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
