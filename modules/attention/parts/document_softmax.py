@@ -1,12 +1,13 @@
 """Softmax attention within the documents of a batch, for CPUs.
 
 A document costs what it does alone: no pair of tokens of two documents is computed, and no mask is
-written out. A long document is read where it lies. Short ones of equal length are copied and
-computed together, since below some dozen tokens a call costs more than its work.
+written out. Documents are read in place. Short ones of equal length are computed together, since a
+call costs more than the work for some dozen tokens, and copied unless they are equally spaced.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ QUERIES_AT_ONCE = 1024
 """A bias is written out for a block of this many queries at a time."""
 
 SHORT = 64
-"""Documents of fewer tokens are computed with the others of their length, wherever they lie."""
+"""Documents of fewer tokens are copied to be computed together: a call takes as long as they do."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -58,10 +59,10 @@ def _document_softmax(
     """The output (B, H, T, V), and the log of each query's sum of weights (B, H, T)."""
     mixed, log_sum = _empty_results(q)
     inputs, results = _by_token(q, k, v), _by_token(mixed, log_sum)
-    for starts, length in _documents(age):
-        own_q, own_k, own_v = (_read(one, starts, length) for one in inputs)
-        own_results = [_read(one, starts, length) for one in results]
-        for block, end, bias in _blocks(length, slopes, q.dtype):
+    for documents in _documents(age):
+        own_q, own_k, own_v = (documents.read(one) for one in inputs)
+        own_results = [documents.read(one) for one in results]
+        for block, end, bias in _blocks(documents.length, slopes, q.dtype):
             found = _flash(
                 *(own_q[:, :, block], own_k[:, :, :end], own_v[:, :, :end]),
                 is_causal=bias is None,
@@ -70,7 +71,7 @@ def _document_softmax(
             )
             for own, part in zip(own_results, found, strict=True):
                 own[:, :, block] = part
-        _write(results, starts, length, own_results)
+        documents.write(results, own_results)
     return mixed, log_sum
 
 
@@ -93,10 +94,10 @@ def _document_softmax_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (_empty_results(one)[0].zero_() for one in (q, k, v))
     inputs, gradients = _by_token(dmixed, q, k, v, mixed, log_sum), _by_token(dq, dk, dv)
-    for starts, length in _documents(age):
-        own = [_read(one, starts, length) for one in inputs]
-        own_gradients = [_read(one, starts, length) for one in gradients]
-        for block, end, bias in _blocks(length, slopes, q.dtype):
+    for documents in _documents(age):
+        own = [documents.read(one) for one in inputs]
+        own_gradients = [documents.read(one) for one in gradients]
+        for block, end, bias in _blocks(documents.length, slopes, q.dtype):
             dout, queries, out, log = (own[n][:, :, block] for n in (0, 1, 4, 5))
             keys, values = (own[n][:, :, :end] for n in (2, 3))
             found = _flash_backward(
@@ -106,18 +107,46 @@ def _document_softmax_backward(
                 attn_mask=bias,
                 scale=scale,
             )
-            for gradient, seen, part in zip(
-                own_gradients, (block, slice(end), slice(end)), found, strict=True
-            ):
-                gradient[:, :, seen] += part
-        _write(gradients, starts, length, own_gradients)
+            places = (block, slice(end), slice(end))
+            for gradient, place, part in zip(own_gradients, places, found, strict=True):
+                gradient[:, :, place] += part
+        documents.write(gradients, own_gradients)
     return dq, dk, dv
 
 
-def _documents(age: Int[Tensor, "B T"]) -> Iterator[tuple[Int[Tensor, " N"], int]]:
-    """Starts of documents of one length in the flattened batch, and their length.
+@dataclass
+class _EqualDocuments:
+    """Documents of one length, by the places of their first tokens in the flattened batch."""
 
-    Without values, as in planning, every row is a document.
+    starts: Int[Tensor, " N"]
+    length: int
+
+    def __post_init__(self) -> None:
+        steps = self.starts.diff().unique().tolist()
+        self.step = None if len(steps) > 1 else steps[0] if steps else self.length
+        """Tokens from one document to the next; None where they are not equally spaced."""
+
+    def read(self, x: Float[Tensor, "BT H ..."]) -> Float[Tensor, "N H length ..."]:
+        """A view where the documents are equally spaced, a copy elsewhere."""
+        if self.step is None:
+            return x[self._tokens()].transpose(1, 2)
+        first, last = self.starts[0], self.starts[-1]
+        return x[first : last + self.length].unfold(0, self.length, self.step).movedim(-1, 2)
+
+    def write(self, results: list[Tensor], copies: list[Tensor]) -> None:
+        """Write what was read from `results`, and changed, back to them, unless it is a view."""
+        if self.step is None:
+            for result, copy in zip(results, copies, strict=True):
+                result[self._tokens()] = copy.transpose(1, 2)
+
+    def _tokens(self) -> Int[Tensor, "N length"]:
+        return self.starts[:, None] + torch.arange(self.length)
+
+
+def _documents(age: Int[Tensor, "B T"]) -> Iterator[_EqualDocuments]:
+    """All documents, by length. Long ones that are not equally spaced come one by one.
+
+    Without values, as in planning, every row is a document, and no copy is planned.
     """
     B, T = age.shape
     starts = torch.arange(0, B * T, T)
@@ -125,31 +154,11 @@ def _documents(age: Int[Tensor, "B T"]) -> Iterator[tuple[Int[Tensor, " N"], int
         starts = (age.flatten() == 0).nonzero().flatten()
     lengths = torch.cat([starts[1:], starts.new_tensor([B * T])]) - starts
     for length in lengths.unique().tolist():
-        own = starts[lengths == length]
-        together = length < SHORT or _is_view(own)
-        for some in (own,) if together else own.split(1):
-            yield some, length
-
-
-def _is_view(starts: Int[Tensor, " N"]) -> bool:
-    """Whether documents of one length lie at equal distances, as rows without bounds do."""
-    return len(starts.diff().unique()) <= 1
-
-
-def _read(x: Float[Tensor, "M H ..."], starts: Int[Tensor, " N"], L: int) -> Tensor:
-    """Documents (N, H, L, ...): a view where they lie at equal distances, or a copy."""
-    if not _is_view(starts):
-        return x[starts[:, None] + torch.arange(L)].transpose(1, 2)
-    first, last = starts[0], starts[-1]
-    step = int(starts[1] - first) if len(starts) > 1 else L
-    return x[first : last + L].unfold(0, L, step).movedim(-1, 2)
-
-
-def _write(results: list[Tensor], starts: Int[Tensor, " N"], L: int, parts: list[Tensor]) -> None:
-    """Copy `parts` back, unless they are views."""
-    if not _is_view(starts):
-        for result, part in zip(results, parts, strict=True):
-            result[starts[:, None] + torch.arange(L)] = part.transpose(1, 2)
+        together = _EqualDocuments(starts[lengths == length], length)
+        if length < SHORT or together.step is not None:
+            yield together
+        else:
+            yield from (_EqualDocuments(one, length) for one in together.starts.split(1))
 
 
 def _blocks(
@@ -175,7 +184,7 @@ def _causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "1
     return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)[None]
 
 
-def _by_token(*tensors: Float[Tensor, "B H T ..."]) -> list[Float[Tensor, "M H ..."]]:
+def _by_token(*tensors: Float[Tensor, "B H T ..."]) -> list[Float[Tensor, "BT H ..."]]:
     """The tokens of all rows after one another: views where tokens come first in memory."""
     return [one.transpose(1, 2).flatten(0, 1) for one in tensors]
 

@@ -84,6 +84,26 @@ def test_blocks_of_queries_compute_the_formula_and_its_gradients(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("short", [1, 64], ids=["one by one", "copied"])
+def test_documents_of_one_length_may_lie_anywhere(
+    monkeypatch: pytest.MonkeyPatch, short: int, has_bias: bool, tokens_first: bool
+) -> None:
+    monkeypatch.setattr(document_softmax, "SHORT", short)
+    monkeypatch.setattr(document_softmax, "QUERIES_AT_ONCE", 7)
+    q, k, v, *rest = inputs(2, has_bias, T, [[3, 4, 3, 5, 3, 9, 13], [40], [3, 3, 9, 9, 3, 13]])
+    if tokens_first:  # as layers have them
+        q, k, v = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (q, k, v))
+    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    found, wanted = masked_softmax.masked_softmax(q, k, v, *rest), explicit(q, k, v, *rest)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    probe = torch.randn_like(found)
+    gradients = (torch.autograd.grad(y, (q, k, v), probe) for y in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 LIMITS = pytest.mark.parametrize(
     "limits",
     [
