@@ -1,9 +1,9 @@
 """Plans which rank writes which tensors of a checkpoint.
 
 At every save torch gathers the plans of all ranks on the first one, which removes what several of
-them hold, and sends each its own back: minutes of Python at 1,024 ranks. The tensors of a run are
-the same at each save, so the ranks plan once, and again only when one has other tensors. They send
-what planning needs and no more, and get positions back.
+them hold, and sends each its own back. For 1,024 ranks of 777 tensors that is 159 MB, and more than
+a minute of its time. The tensors of a run are the same at each save, so the ranks plan once, and
+again only when one has other tensors. They send what planning needs, and get positions back.
 """
 
 from collections import defaultdict
@@ -31,13 +31,13 @@ class SavePlans:
     """Bytes that all ranks write together; known to the first one."""
 
 
-class Shard(NamedTuple):
-    """What the first rank is told of a shard; a whole tensor is one, too."""
+class HeldShard(NamedTuple):
+    """What the first rank is told of a shard that a rank holds; a whole tensor is one, too."""
 
     name: str
     offset: tuple[int, ...]
     num_bytes: int
-    tensor_bytes: int
+    num_tensor_bytes: int
 
 
 class Planner(DefaultSavePlanner):
@@ -47,6 +47,7 @@ class Planner(DefaultSavePlanner):
         """`plans` are of the save before; finish_plan changes them to those of this one."""
         super().__init__(flatten_state_dict=False)
         self.num_bytes = plans.num_bytes
+        """Bytes that all ranks write together; known to the first one."""
         self._plans = plans
         self._group = group
         self._local = SavePlan([])
@@ -81,7 +82,7 @@ class Planner(DefaultSavePlanner):
         return self._plans.agreed
 
 
-def share_out(shards: Sequence[Sequence[Shard]]) -> list[list[int]]:
+def share_out(shards: Sequence[Sequence[HeldShard]]) -> list[list[int]]:
     """Positions in each rank's shards of what it writes.
 
     Of the ranks that hold a shard, the one with the fewest bytes to write until then gets it.
@@ -95,36 +96,45 @@ def share_out(shards: Sequence[Sequence[Shard]]) -> list[list[int]]:
     for held in holders.values():
         rank, position = min(held, key=lambda one: num_bytes[one[0]])
         planned[rank].append(position)
-        num_bytes[rank] += shards[rank][position].num_bytes or 1
+        num_bytes[rank] += shards[rank][position].num_bytes
     return [sorted(positions) for positions in planned]
 
 
-def check_whole(shards: Sequence[Sequence[Shard]]) -> int:
+def check_whole(shards: Sequence[Sequence[HeldShard]]) -> int:
     """The bytes of all tensors together.
 
     Raises:
-        ValueError: the shards of a tensor are not as many bytes as the tensor.
+        ValueError: the shards of a tensor are not as many bytes as the tensor, or ranks say
+            different things of a shard. That shards overlap is not looked for.
     """
-    found: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    held: dict[tuple[str, tuple[int, ...]], HeldShard] = {}
+    found: dict[str, int] = defaultdict(int)
     wanted: dict[str, int] = {}
     for own in shards:
         for shard in own:
-            found[shard.name][shard.offset] = shard.num_bytes
-            wanted[shard.name] = shard.tensor_bytes
-    for name, parts in found.items():
-        if sum(parts.values()) != wanted[name]:
+            known = held.setdefault((shard.name, shard.offset), shard)
+            if known is shard:
+                found[shard.name] += shard.num_bytes
+                wanted[shard.name] = shard.num_tensor_bytes
+            elif known != shard:
+                raise ValueError(
+                    f"{shard.name}: found {known.num_bytes:,} bytes at {list(shard.offset)} on one "
+                    f"rank and {shard.num_bytes:,} on another, wanted equal copies"
+                )
+    for name, num_bytes in found.items():
+        if num_bytes != wanted[name]:
             raise ValueError(
-                f"{name}: found shards of {sum(parts.values()):,} bytes on all ranks together, "
-                f"wanted {wanted[name]:,}"
+                f"{name}: found shards of {num_bytes:,} bytes on all ranks together, wanted "
+                f"{wanted[name]:,} bytes"
             )
     return sum(wanted.values())
 
 
-def _shard(item: WriteItem) -> Shard:
+def _shard(item: WriteItem) -> HeldShard:
     assert item.tensor_data is not None
-    tensor_bytes = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+    num_tensor_bytes = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
     offset = tuple(item.index.offset or ())
-    return Shard(item.index.fqn, offset, bytes_of(item), tensor_bytes)
+    return HeldShard(item.index.fqn, offset, bytes_of(item), num_tensor_bytes)
 
 
 def bytes_of(item: WriteItem) -> int:

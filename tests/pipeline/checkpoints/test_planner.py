@@ -1,4 +1,6 @@
-"""Which rank writes which tensors: what torch plans, sent once."""
+"""Which rank writes which tensors, agreed once."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -7,9 +9,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from longhaul.pipeline.checkpoints.planner import (
+    HeldShard,
     Planner,
     SavePlans,
-    Shard,
     check_whole,
     share_out,
 )
@@ -38,7 +40,7 @@ def _agree(planners: list[Planner]) -> tuple[list[SavePlan], list[SavePlan]]:
     return sent, [one.finish_plan(plan) for one, plan in zip(planners, back, strict=True)]
 
 
-def test_each_rank_writes_what_torch_plans_and_sends_its_plan_once() -> None:
+def test_plain_tensors_are_shared_out_as_by_torch_and_plans_are_sent_once() -> None:
     plans = [SavePlans() for _ in range(RANKS)]
     _, written = _agree(_planners(plans))
     held = [own.local for own in plans]
@@ -69,15 +71,28 @@ def test_a_save_that_failed_leaves_the_bytes_of_the_one_before() -> None:
 
 def test_copies_of_shards_are_shared_out_by_bytes() -> None:
     # Two halves, each on two ranks as with replicas, and a number that all hold.
-    def held(half: int) -> list[Shard]:
-        return [Shard("w", (8 * half, 0), 64, 128), Shard("step", (), 4, 4)]
+    def held(half: int) -> list[HeldShard]:
+        return [HeldShard("w", (8 * half, 0), 64, 128), HeldShard("step", (), 4, 4)]
 
     shards = [held(0), held(1), held(0), held(1)]
     assert share_out(shards) == [[0], [1], [], [0]]
     assert check_whole(shards) == 132
 
 
-def test_a_part_that_no_rank_holds_is_named() -> None:
-    shards = [[Shard("w", (0,), 64, 128)], [Shard("w", (0,), 64, 128)]]
-    with pytest.raises(ValueError, match=r"^w: found shards of 64 bytes .* wanted 128$"):
-        check_whole(shards)
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        ([("w", (0,), 64, 128), ("w", (0,), 64, 128)], "w: found shards of 64 bytes .* wanted 128"),
+        ([("w", (0,), 64, 96), ("w", (8,), 64, 96)], "w: found shards of 128 bytes .* wanted 96"),
+        ([("w", (0,), 64, 64), ("w", (0,), 32, 32)], r"w: found 64 bytes at \[0\] .* and 32 on"),
+    ],
+)
+def test_shards_that_do_not_make_a_tensor_are_named(shards: list[Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_whole([[HeldShard(*one)] for one in shards])
+
+
+def test_an_empty_shard_is_held_by_ranks_beyond_the_last_row() -> None:
+    shards = [[HeldShard("w", (0,), 8, 8)], [HeldShard("w", (2,), 0, 8)]]
+    assert check_whole(shards) == 8
+    assert share_out(shards) == [[0], [0]]
