@@ -1,12 +1,13 @@
 """Time `longhaul train` beside a plain PyTorch loop of the same model, processes in turns.
 
-    python -P docs/scripts/plain_loop.py gpt2:320 llama:320 llama:50304
+    python -P docs/scripts/plain_loop.py CASE...
 
-A case is a block (gpt2: LayerNorm, GELU, learned positions; llama: RMSNorm, SwiGLU, rotary) and a
-vocabulary. The loop is written as nanoGPT is: fused attention and AdamW, all logits at once, no
-documents. The working folder holds data/stdlib, which `longhaul prepare text stdlib data/stdlib`
-writes, and gets one run. Times are medians of the updates after the first six, in which the
-tracker is still imported; memory is the peak of the process, imports included.
+A case is BLOCK:VOCABULARY, such as gpt2:320. gpt2 has LayerNorm, GELU and learned positions, llama
+RMSNorm, SwiGLU and rotary positions. The loop has the structure of nanoGPT: fused attention and
+AdamW, all logits at once, no documents. The working folder holds data/stdlib, which
+`longhaul prepare text stdlib data/stdlib` writes, and gets one run. Medians leave out the first six
+updates, during which longhaul imports its tracker. Memory is the peak of the process,
+imports included.
 """
 
 import json
@@ -27,9 +28,10 @@ LAYERS, WIDTH, HEADS, CONTEXT, MICRO_BATCH, ACCUMULATION = 4, 192, 6, 512, 8, 2
 TOKENS = MICRO_BATCH * ACCUMULATION * CONTEXT  # per update, as in run/demo.yaml
 UPDATES, LEFT_OUT, ROUNDS = 16, 6, 3
 RUN = Path("runs/beside-a-plain-loop")
-LLAMA = (
-    "model.embedding_norm=false", "model.norm=rms", "model.mlp=swiglu", "model.mlp_width=512",
-)  # fmt: skip
+BLOCKS = {
+    "gpt2": (f"model.learned_positions={CONTEXT}",),
+    "llama": ("model.norm=rms", "model.mlp=swiglu", "model.mlp_width=512"),
+}
 
 
 class Block(nn.Module):
@@ -61,7 +63,8 @@ class Block(nn.Module):
             hidden = F.gelu(self.up(normed), approximate="tanh")
         else:
             hidden = F.silu(self.gate(normed)) * self.up(normed)
-        return torch.add(x, self.down(hidden))
+        result: Tensor = x + self.down(hidden)
+        return result
 
     def rotate(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -98,8 +101,8 @@ def norm(is_llama: bool) -> nn.Module:
 def train(block: str, vocabulary: str) -> None:
     """Print the median seconds of an update, and the peak of this process in bytes."""
     torch.manual_seed(0)
-    text = Path(json.__file__).parent.parent.glob("*.py")  # any bytes: only their number matters
-    data = np.frombuffer(b"".join(path.read_bytes() for path in text), np.uint8)
+    paths = Path(json.__file__).parent.parent.glob("*.py")  # any bytes: only their number matters
+    data = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
     model = Model(block == "llama", int(vocabulary))
     optimizer = torch.optim.AdamW(
         model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
@@ -132,12 +135,14 @@ def plain_loop(block: str, vocabulary: str) -> tuple[float, float]:
 def longhaul(block: str, vocabulary: str, kind: str) -> tuple[float, float]:
     shutil.rmtree(RUN, ignore_errors=True)
     budget = UPDATES * TOKENS
+    has_rotary = kind != "softmax" or block == "llama"
+    attention = f"{{kind: {kind}}}" if has_rotary else f"{{kind: {kind}, rotary: none}}"
     settings = [
-        f"name={RUN.name}", f"model.attention={{kind: {kind}}}", f"model.vocabulary={vocabulary}",
-        "data.document_mask=false", f"trainer.max_tokens={budget}",
+        f"name={RUN.name}", f"model.attention={attention}", f"model.vocabulary={vocabulary}",
+        "model.embedding_norm=false", "data.document_mask=false", f"trainer.max_tokens={budget}",
         f"trainer.validate_every_tokens={budget}", f"checkpoint.every_tokens={budget}",
         f"optim.schedule.warmup_tokens={TOKENS}", f"optim.schedule.decay_tokens={TOKENS}",
-        *(LLAMA if block == "llama" else ()),
+        *BLOCKS[block],
     ]  # fmt: skip
     command = [str(Path(sys.executable).with_name("longhaul")), "train", "run/demo.yaml"]
     subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
@@ -149,6 +154,8 @@ def longhaul(block: str, vocabulary: str, kind: str) -> tuple[float, float]:
 
 
 def main(*cases: str) -> None:
+    if not cases:
+        sys.exit(__doc__)
     for case in cases:
         block, vocabulary = case.split(":")
         found: dict[str, list[tuple[float, float]]] = {}
@@ -163,4 +170,7 @@ def main(*cases: str) -> None:
 
 
 if __name__ == "__main__":
-    train(*sys.argv[2:]) if sys.argv[1] == "train" else main(*sys.argv[1:])
+    if sys.argv[1:2] == ["train"]:
+        train(*sys.argv[2:])
+    else:
+        main(*sys.argv[1:])

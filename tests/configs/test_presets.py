@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from everyday import everyday
 
 from longhaul.configs import RunConfig, load_run_config, to_yaml
 from longhaul.modules.attention import registered_variants
@@ -101,10 +102,7 @@ def of_experiment(experiment: str) -> list[RunConfig]:
     return [run for run in runs if run.tracking.experiment == experiment]
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [pytest.param(one, marks=() if one in EVERYDAY else pytest.mark.wide) for one in RUNS],
-)
+@pytest.mark.parametrize("preset", everyday(RUNS, EVERYDAY))
 def test_a_preset_builds_and_is_the_same_after_yaml(preset: str, tmp_path: Path) -> None:
     config = load_run_config(preset)
     assert (CONFIGS / preset).read_text().startswith(f"# longhaul train {preset}\n")
@@ -139,9 +137,7 @@ def test_a_shape_has_the_parameters_of_its_name(size: str, tmp_path: Path) -> No
     assert model.num_parameters() == pytest.approx(SIZES[size], rel=0.005)
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(one, marks=() if one == "124m" else pytest.mark.wide) for one in LLAMA]
-)
+@pytest.mark.parametrize("size", everyday(LLAMA, ["124m"]))
 def test_a_run_of_llamas_block_has_any_kind(size: str) -> None:
     for kind in registered_variants():
         config = load_run_config(f"run/llama-{size}.yaml", kind=kind)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from everyday import everyday
 from omegaconf import OmegaConf
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
@@ -64,12 +65,7 @@ def test_text_is_the_same_for_every_reader() -> None:
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [
-        pytest.param(one, marks=() if one in EVERYDAY else pytest.mark.wide)
-        for one in LIKE_OTHERS
-        if one.strip() and one != "???"
-    ],
+    "typed", everyday((one for one in LIKE_OTHERS if one.strip() and one != "???"), EVERYDAY)
 )
 def test_a_typed_name_is_read_back_by_all(typed: str, tmp_path: Path) -> None:
     if typed[0] in "'\"" or any(ord(one) < 32 for one in typed):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from everyday import everyday
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus
@@ -45,10 +46,7 @@ EVERYDAY = ((1, 1), (2, 3), (3, 0), (4, 0))
 
 @pytest.mark.parametrize(
     ("world_size", "workers"),
-    [
-        pytest.param(*pair, marks=() if pair in EVERYDAY else pytest.mark.wide)
-        for pair in itertools.product((1, 2, 3, 4), (0, 1, 3))
-    ],
+    everyday(itertools.product((1, 2, 3, 4), (0, 1, 3)), EVERYDAY),
 )
 def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
     make_shards, world_size: int, workers: int

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from everyday import everyday
 
 from longhaul.datamodules.mixture import MixtureOrder, Stage, integer_weights
 from longhaul.datamodules.order import SampleOrder
@@ -46,10 +47,7 @@ def deviation(source: np.ndarray, shares: np.ndarray) -> float:
     return worst
 
 
-@pytest.mark.parametrize(
-    "count",
-    [pytest.param(count, marks=() if count == 3 else pytest.mark.wide) for count in MIXTURES],
-)
+@pytest.mark.parametrize("count", everyday(MIXTURES, [3]))
 def test_every_prefix_of_a_million_samples_has_its_shares(count: int) -> None:
     weights = MIXTURES[count]
     integers = np.array(list(integer_weights({str(i): w for i, w in enumerate(weights)}).values()))

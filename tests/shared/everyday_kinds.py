@@ -4,15 +4,11 @@
 """
 
 import pytest
+from everyday import everyday
 
 from longhaul.modules.attention import registered_variants
 
-EVERYDAY = ("conformal_sympow", "gated_deltanet", "softmax", "zeros")
-
 every_kind = pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=() if kind in EVERYDAY else pytest.mark.wide)
-        for kind in registered_variants()
-    ],
+    everyday(registered_variants(), ("conformal_sympow", "gated_deltanet", "softmax", "zeros")),
 )

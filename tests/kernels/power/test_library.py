@@ -86,7 +86,7 @@ def but_wide(*wide: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("how", calls)
 
 
-# triton/test_kept_states.py has calls in `make test` that keep states.
+# Of calls that keep states, triton/test_kept_states.py has outputs and gradients in `make test`.
 per_call = but_wide("kept states", "kept states, a sum")
 
 

@@ -110,7 +110,8 @@ TRITON_CASES = [
 ]
 
 # What `make test` shows of Triton: every kernel, with and without states, gates and the norm, at
-# degrees 1 and 2; test_edges.py has degree 4. `make test-all` has the rest.
+# degrees 1 and 2; test_edges.py has degree 4. `make test-all` has the rest: groups, and several
+# blocks of features and of values.
 IN_TEST = (
     *("one token", "no gates, no state", "gates of 0 and 1", "not normalised, no state"),
     *("degree 1, gates of 0 and 1", "arbitrary state, gates of 0 and 1, not normalised"),

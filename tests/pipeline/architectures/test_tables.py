@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import everyday
 from tiny_models import (
     CASES,
     LINEAR,
@@ -38,11 +39,10 @@ TURNED = [name for name in CASES if name != "Llama tied"]
 EVERYDAY = ("Llama", "Qwen3 yarn", "Gemma3Text", "GPT2", "OlmoHybrid")
 every_case = pytest.mark.parametrize(
     ("name", "is_turned"),
-    [
-        pytest.param(name, False, marks=() if name in EVERYDAY else pytest.mark.wide)
-        for name in CASES
-    ]
-    + [pytest.param(name, True, marks=pytest.mark.wide) for name in TURNED],
+    everyday(
+        [(name, False) for name in CASES] + [(name, True) for name in TURNED],
+        [(name, False) for name in EVERYDAY],
+    ),
 )
 
 

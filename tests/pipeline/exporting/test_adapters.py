@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from everyday import everyday
 from peft import (
     LoraConfig,
     PrefixTuningConfig,
@@ -38,13 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # `make test` has the control, the flagship, and zeros, whose first layer computes more than others.
 EVERYDAY = (GPT2, FLAGSHIP, "zeros")
-every_model = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.wide)
-        for name in (GPT2, *registered_variants())
-    ],
-)
+every_model = pytest.mark.parametrize("name", everyday((GPT2, *registered_variants()), EVERYDAY))
 control_and_ours = pytest.mark.parametrize("name", [GPT2, FLAGSHIP])
 EMBEDDING = {GPT2: "wte", FLAGSHIP: "embedding"}
 

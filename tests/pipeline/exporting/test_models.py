@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday import everyday
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -233,13 +234,7 @@ def every_tokenizer() -> dict[str, Any]:
 EVERYDAY = ("conformal_sympow", "softmax", "gated_deltanet", MIXED, "shape of Gemma")
 
 
-def marked(names: list[str]) -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.wide) for name in names
-    ]
-
-
-every_model = pytest.mark.parametrize("name", marked(NAMES))
+every_model = pytest.mark.parametrize("name", everyday(NAMES, EVERYDAY))
 
 
 def furthest(found: Tensor, wanted: Tensor) -> float:
@@ -286,7 +281,7 @@ def test_generation_with_the_cache_is_generation_without(exports: Exports, name:
     assert max(max(row) for row in facts["cached"]) <= 256
 
 
-@pytest.mark.parametrize("name", marked(LINEAR))
+@pytest.mark.parametrize("name", everyday(LINEAR, set(LINEAR) & set(EVERYDAY)))
 def test_linear_kinds_keep_a_state_of_constant_size(exports: Exports, name: str) -> None:
     short, long = exports.facts["models"][name]["cache_bytes"]
     grows = name == "sympow_gated,degree=6,heads=1"

@@ -76,8 +76,8 @@ STRATEGIES = (
     *("single", "ddp-2", "fsdp-2", "context-2", "deepspeed1-2", "deepspeed2-2", "deepspeed3-2"),
 )
 FOR_ALL_KINDS = ("single", "ddp-2", "fsdp-2")
-# `make test` has each strategy once, of which ddp shares sequences, and takes one checkpoint over;
-# `make test-all` has some more, and `make soak` the rest.
+# `make test` trains under each strategy once (ddp with context_parallel=2, deepspeed at stage 3),
+# and resumes a checkpoint of fsdp on one process. `make test-all` has more, `make soak` the rest.
 EVERYDAY = ("single", "fsdp-2", "context-2", "deepspeed3-2")
 IN_TEST = (("fsdp-2", "single"),)
 IN_TEST_ALL = (("single", "fsdp-2"), ("ddp-2", "fsdp-2"))
