@@ -11,6 +11,9 @@ import yaml
 MOST_VALUES = 100_000
 """Of a document, each counted at every place where an alias puts it."""
 
+MOST_BRACKETS = 100
+"""Open at once. The time that PyYAML takes grows with the square of their number."""
+
 
 def parse_yaml(text: str | bytes) -> Any:
     """The value of YAML text, with no more built for it than the text is long.
@@ -32,6 +35,12 @@ class Loader(yaml.SafeLoader):
     def __init__(self, stream: str | bytes) -> None:
         super().__init__(stream)
         self._merged = 0
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MOST_BRACKETS:
+            problem = f"found more than {MOST_BRACKETS} brackets inside one another"
+            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+        super().fetch_flow_collection_start(token)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Put the keys of `<<` into a mapping; ValueError at more than MOST_VALUES in all.
