@@ -118,9 +118,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard, distribute_tensor
-from longhaul.pipeline.checkpoints import writer
+from longhaul.pipeline.checkpoints import planner, writer
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import CheckpointStore
@@ -141,13 +140,13 @@ tensors["optimizer/three/step"] = torch.tensor(7.0)
 if rank == 0:
     tensors["rng/torch"] = torch.arange(4, dtype=torch.uint8)
 
-planned, create_global_plan = [], DefaultSavePlanner.create_global_plan
+planned, share_out = [], planner.share_out
 
-def noting(planner, plans):
-    planned.append([len(plan.items) for plan in plans])
-    return create_global_plan(planner, plans)
+def noting(shards):
+    planned.append([len(own) for own in shards])
+    return share_out(shards)
 
-DefaultSavePlanner.create_global_plan = noting
+planner.share_out = noting
 store = CheckpointStore(folder / "checkpoints", keep_last=9, group=group)
 store.start(2, tensors, {"rank": rank})
 store.wait()
