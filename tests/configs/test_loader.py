@@ -44,13 +44,13 @@ def test_paths_of_an_inherited_run_begin_at_its_folder(tmp_path: Path) -> None:
     (run / "DONE").touch()
     (run / "config.yaml").write_text(
         "inherits: [run/demo.yaml]\ndata: {manifest: data/train, validation_manifest: s3://a/b}\n"
-        "trainer: {start_from: /c}\ntracking: {uri: sqlite:///../../mlflow.db}"
+        "trainer: {start_from: /c, branch_from: null}\ntracking: {uri: sqlite:///../../mlflow.db}"
     )
     child.write_text("inherits: [runs/a/config.yaml]\nname: b")
     config = load_run_config(child, ["data.cache_dir=d"])
     assert config.data.manifest == f"{run}/data/train"
     assert config.data.validation_manifest == "s3://a/b"
-    assert config.trainer.start_from == "/c"
+    assert (config.trainer.start_from, config.trainer.branch_from) == ("/c", None)
     assert config.tracking.uri == f"sqlite:///{run}/../../mlflow.db"
     # Those of any other file begin at the working folder.
     (run / "DONE").unlink()
