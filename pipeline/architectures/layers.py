@@ -176,13 +176,15 @@ class Layers:
             found = given["rope_scaling"] or given["rope_parameters"]
             if self.has_null_theta and (outer | found).get("rope_theta", self.theta) is None:
                 return [{"rotary": "none"}] * len(windows)
-            rotation = self._rotation(outer | found, "rope_parameters", self.theta, context)
+            found = _agreeing(outer, found, "rope_parameters")
+            rotation = self._rotation(found, "rope_parameters", self.theta, context)
             rotations = [rotation] * len(windows)
         else:
             hint = dict[Literal["full_attention", "sliding_attention"], dict[str, Any] | None]
             nested = checked_value(hint, given["rope_parameters"], "rope_parameters")
             # Before version 5 a scaling was that of layers without a window.
-            full = outer | (nested.get(FULL) or {}) | given["rope_scaling"]
+            inner = (nested.get(FULL) or {}) | given["rope_scaling"]
+            full = _agreeing(outer, inner, f"rope_parameters.{FULL}")
             small = ({} if local is None else {"rope_theta": local}) | (nested.get(WINDOWED) or {})
             if False in (full.get("truncate"), small.get("truncate")):
                 # transformers looks for it beside the types, where it is not.
@@ -285,3 +287,14 @@ def size_in(content: dict[str, Any], name: str, absent: int, hint: Any = Positiv
     value = content.pop(name, None)
     found: int = checked_value(hint, absent if value is None else value, name)
     return found
+
+
+def _agreeing(outer: Options, inner: Options, where: str) -> Options:
+    """Both, of which programs read one or the other: ValueError where they say different things."""
+    for name, found in outer.items():
+        if inner.get(name) not in (None, found):
+            raise ValueError(
+                f"{name}: found {shown(found)} beside {shown(inner[name])} in {where}, wanted one "
+                "value"
+            )
+    return outer | inner

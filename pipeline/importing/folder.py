@@ -1,10 +1,12 @@
 """Makes a run of a folder in transformers' layout: its config, tokenizer and one checkpoint."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
@@ -109,13 +111,20 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int, model_typ
     return Corpus(manifest)
 
 
+def _finite_weights(source: Path, config: LanguageModelConfig) -> Iterator[tuple[str, Tensor]]:
+    for name, one in read_weights(source, config):
+        if not one.isfinite().all():
+            raise ValueError(f"{source}: {name}: found values that are not finite, wanted numbers")
+        yield f"model/{name}", one.float()
+
+
 def _write_checkpoint(
     folder: Path, source: Path, config: LanguageModelConfig, corpus: Corpus
 ) -> Path:
     """The checkpoint of step 0, in float32, which holds numbers of 32 and 16 bits exactly."""
     with torch.device("meta"):
         num_bytes = sum(one.nbytes for one in LanguageModel(config).state_dict().values())
-    weights = ((f"model/{name}", one.float()) for name, one in read_weights(source, config))
+    weights = _finite_weights(source, config)
     state = {
         "progress": dataclasses.asdict(Progress()),
         "shards_sha256": corpus.fingerprint_at(0),

@@ -176,13 +176,15 @@ def exported_tokenizer(folder: Path) -> Tokenizer:
             return LongCrawl64Tokenizer()
         config = folder / "config.json"
         ids = parse_json(_SpecialIds, read_regular(config, _MOST_BYTES), config)
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError("found no tokenizer.json, wanted one")
         eos = ids.eos_token_id
         if isinstance(eos, list):  # of which the first ends a text, and the others a turn of a chat
             eos = eos[0] if eos else None
         # Without an id, the tokenizer's own settings have it.
         return build_tokenizer(str(folder / "tokenizer.json"), bos=ids.bos_token_id, eos=eos)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{folder}: found no tokenizer of an export, {one_line(error)}") from error
+        raise ValueError(f"{folder}: the tokenizer cannot be read, {one_line(error)}") from error
 
 
 def exported_weights(folder: Path) -> dict[str, Tensor]:
@@ -257,8 +259,13 @@ def find_tensors(folder: Path) -> dict[str, FoundTensor]:
     names, index = {WEIGHTS}, folder / WEIGHTS_INDEX
     if index.is_file():
         names = set(parse_json(_Index, read_regular(index, _MOST_BYTES), index).weight_map.values())
-    elif not (folder / WEIGHTS).is_file() and (pickles := sorted(folder.glob("*.bin"))):
-        raise ValueError(f"found {pickles[0].name}, a pickle, wanted {WEIGHTS}")
+    elif not (folder / WEIGHTS).is_file():
+        pickles = sorted(folder.glob("*.bin"))
+        found_instead = f"found {pickles[0].name}, a pickle" if pickles else f"found no {WEIGHTS}"
+        raise ValueError(f"{found_instead}, wanted {WEIGHTS}, or {WEIGHTS_INDEX} and its files")
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise ValueError(f"found no {name}, wanted it as in {WEIGHTS_INDEX}")
     found: dict[str, FoundTensor] = {}
     for path in sorted(folder / name for name in names):
         for name, entry in read_header(path).tensors.items():

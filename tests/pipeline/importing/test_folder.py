@@ -1,6 +1,7 @@
 """`longhaul import`: a run of a folder that transformers has saved."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,8 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
     refused("found 258 ids of the tokenizer, wanted at most 256, the rows of the embedding")
     describe(hidden_act="relu")
     refused("hidden_act: found 'relu', wanted one of gelu_pytorch_tanh, gelu_new, gelu_fast, gelu")
+    describe(rotary_emb_base=5e5, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    refused("rope_theta: found 500000.0 beside 10000.0 in rope_parameters, wanted one value")
     describe(max_position_embeddings=10**12)
     refused("found a context of 1,000,000,000,000 tokens, wanted at most 16,777,216")
     describe()
@@ -146,16 +149,18 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
     first = next(iter(last))
     save_file(last | {first: last[first].int()}, folder / names[-1])
     refused(f"{first}: found numbers of type I32, wanted one of F64, F32, BF16, F16")
+    save_file(last | {first: last[first] * math.nan}, folder / names[-1])
+    refused("found values that are not finite, wanted numbers")
     save_file(load_file(folder / names[0]), folder / names[-1])
     refused(f"{folder / names[0]} has too")
     (folder / names[-1]).unlink()
-    refused(f"the weights cannot be read, No such file or directory: {folder / names[-1]}")
+    refused(f"found no {names[-1]}, wanted it as in {index.name}")
     index.unlink()
-    refused(f"No such file or directory: {folder / 'model.safetensors'}")
+    refused(f"found no model.safetensors, wanted model.safetensors, or {index.name} and its files")
     (folder / "pytorch_model.bin").touch()
     refused("the weights cannot be read, found pytorch_model.bin, a pickle, wanted model.safeten")
     (folder / "tokenizer.json").unlink()
-    refused("found no tokenizer of an export")
+    refused("the tokenizer cannot be read, found no tokenizer.json, wanted one")
 
 
 def test_an_export_with_its_code_is_imported_whole_or_not_at_all(
