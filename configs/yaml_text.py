@@ -34,6 +34,7 @@ class Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str | bytes) -> None:
         super().__init__(stream)
+        self.name = "YAML"  # in messages, which name the file first
         self._merged = 0
 
     def fetch_flow_collection_start(self, token: Any) -> None:
