@@ -488,7 +488,7 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     (other / "config.json").write_text("[")
     refuses(other, f"{other}/config.json: ")
     shutil.copy(exported / "config.json", other)
-    refuses(other, f"{other}: the weights cannot be read, No such file")
+    refuses(other, f"{other}: the weights cannot be read, found no model.safetensors, wanted")
     content = (exported / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(content[:-1])
     refuses(other, f"{other}: the weights cannot be read")

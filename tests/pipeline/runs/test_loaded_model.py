@@ -73,7 +73,7 @@ def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
     (exported / "config.json").write_text(json.dumps(config))
     (exported / "tokenizer_config.json").unlink()
     os.mkfifo(exported / "tokenizer_config.json")  # whose reader would wait for a writer
-    found = r"no tokenizer of an export, .*tokenizer_config\.json: found a FIFO, wanted a regular"
+    found = r"the tokenizer cannot be read, .*tokenizer_config\.json: found a FIFO, wanted a"
     with pytest.raises(ValueError, match=found):
         longhaul.load(exported)
 
