@@ -310,8 +310,7 @@ def _read(path: Path, sources: list[Source], below: tuple[Path, ...] = ()) -> Di
 
 def _begin_at(folder: Path, values: DictConfig) -> None:
     """Let the paths in the config of a run begin at its folder (RunFolder.record_start)."""
-    # Of a key and its value, which have one path, the dict keeps the value.
-    for key, value in dict(leaves(OmegaConf.to_container(values))).items():
+    for key, value in dict(leaves(OmegaConf.to_container(values))).items():  # a value over its key
         if isinstance(value, str) and (key in _PATHS_OF_RUN or _PATH_OF_SOURCE.fullmatch(key)):
             is_local = key != "tracking.uri" or value.startswith(SQLITE)
             OmegaConf.update(values, key, begun_at(folder, value) if is_local else value)

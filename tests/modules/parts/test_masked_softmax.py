@@ -67,6 +67,20 @@ def inputs(
     return q[:, :, T - queries :], k, v, slopes, age
 
 
+def check_formula(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None
+) -> None:
+    """Compare output and gradients with the formula's."""
+    inputs = [one.requires_grad_() for one in (q, k, v)]
+    found = masked_softmax.masked_softmax(*inputs, slopes, age)
+    wanted = explicit(*inputs, slopes, age)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    probe = torch.randn_like(found)
+    gradients = (torch.autograd.grad(y, inputs, probe) for y in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 @CASES
 @pytest.mark.parametrize("at_once", [7, 1024])
 def test_blocks_of_queries_compute_the_formula_and_its_gradients(
@@ -75,13 +89,7 @@ def test_blocks_of_queries_compute_the_formula_and_its_gradients(
     for module in (masked_softmax, document_softmax):
         monkeypatch.setattr(module, "QUERIES_AT_ONCE", at_once)
     q, k, v, *rest = inputs(*case)
-    q, k, v = (one.requires_grad_() for one in (q, k, v))
-    found, wanted = masked_softmax.masked_softmax(q, k, v, *rest), explicit(q, k, v, *rest)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
-    probe = torch.randn_like(found)
-    gradients = (torch.autograd.grad(y, (q, k, v), probe) for y in (found, wanted))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    check_formula(q, k, v, *rest)
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
@@ -95,13 +103,7 @@ def test_documents_of_one_length_may_lie_anywhere(
     q, k, v, *rest = inputs(2, has_bias, T, [[3, 4, 3, 5, 3, 9, 13], [40], [3, 3, 9, 9, 3, 13]])
     if tokens_first:  # as layers have them
         q, k, v = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (q, k, v))
-    q, k, v = (one.requires_grad_() for one in (q, k, v))
-    found, wanted = masked_softmax.masked_softmax(q, k, v, *rest), explicit(q, k, v, *rest)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
-    probe = torch.randn_like(found)
-    gradients = (torch.autograd.grad(y, (q, k, v), probe) for y in (found, wanted))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    check_formula(q, k, v, *rest)
 
 
 LIMITS = pytest.mark.parametrize(
