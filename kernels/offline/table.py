@@ -56,8 +56,6 @@ MAY_SPILL: dict[str, int] = {
     "delta * / sm_120": 1432,
     "delta * K256 * / _delta_walk_back_kernel / *": 1432,
     "delta * / _delta_walk_back_kernel / sm_80": 9288,
-    # A tile of degree 4 has 256 features, all of which are built at once.
-    "chunked p4 * / _power_fwd_read_kernel / sm_100": 400,
 }
 
 

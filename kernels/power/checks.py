@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.common.arguments import check_layout
-from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.state import PowerState, rows_in_tiles_of_4
 from longhaul.kernels.shapes import state_features
 
 
@@ -50,6 +50,8 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
         if not isinstance(x, Tensor):
             raise ValueError(f"state.{name}: found {type(x).__name__}, wanted a tensor")
         if x.shape != shape:
-            raise ValueError(f"state.{name}: found shape {tuple(x.shape)}, wanted {shape}")
+            is_old = degree == 4 and x.shape[2:3] == (rows_in_tiles_of_4(K),)
+            hint = f"; it is in tiles of 4, which from_tiles_of_4({K}) reads" if is_old else ""
+            raise ValueError(f"state.{name}: found shape {tuple(x.shape)}, wanted {shape}{hint}")
         if not x.is_floating_point():
             raise ValueError(f"state.{name}: found {x.dtype}, wanted a floating-point dtype")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, product
+from math import comb
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, SMALLEST_UNIT
+from longhaul.kernels.shapes import (
+    DENOMINATOR_FLOOR,
+    HIGHEST_UNSCALED_DEGREE,
+    SMALLEST_UNIT,
+    padded_width,
+)
 
 
 class PowerState(NamedTuple):
@@ -31,6 +38,35 @@ class PowerState(NamedTuple):
         norm = self.norm.detach()
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32), copy=True)
         return PowerState(round_kv(self.kv.float(), norm), norm)
+
+    def from_tiles_of_4(self, K: int) -> PowerState:
+        """This state of degree 4, saved when its tiles were 4 wide, in tiles of 2.
+
+        Raises:
+            ValueError: if it has not as many rows as such a state of key width K.
+        """
+        if self.kv.shape[2] != rows_in_tiles_of_4(K):
+            raise ValueError(
+                f"kv: found {self.kv.shape[2]} rows, wanted {rows_in_tiles_of_4(K)}, those of a "
+                f"state of degree 4 with K = {K} in tiles of 4"
+            )
+        every_tile = combinations_with_replacement(range(-(-K // 4)), 4)
+        first_row = {tiles: 256 * n for n, tiles in enumerate(every_tile)}
+        rows = []
+        for tiles in combinations_with_replacement(range(padded_width(K, 4) // 2), 4):
+            # The offset in the first tile varies fastest, so the product lists the last tile first.
+            for offsets in product(range(2), repeat=4):
+                pairs = zip(tiles, reversed(offsets), strict=True)
+                inside = sum(
+                    (tile % 2 * 2 + offset) * 4**r for r, (tile, offset) in enumerate(pairs)
+                )
+                rows.append(first_row[tuple(tile // 2 for tile in tiles)] + inside)
+        return PowerState(self.kv[:, :, rows], self.norm[:, :, rows])
+
+
+def rows_in_tiles_of_4(K: int) -> int:
+    """Rows of a state of degree 4 as it was stored until tiles were 2 wide."""
+    return 256 * comb(-(-K // 4) + 3, 4)
 
 
 # So that torch.load reads a saved state without weights_only=False, which runs any code.

@@ -10,7 +10,7 @@ def test_state_sizes() -> None:
     assert state_features(64, 2) == 2304
     assert state_features(5, 2) == 64
     assert state_features(64, 1) == symmetric_dim(64, 1) == 64
-    assert state_features(16, 4) == 8960
+    assert state_features(16, 4) == 5280
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -122,12 +122,13 @@ def _orderings(tiles: tuple[int, ...]) -> int:
 
 
 def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
-    """Tiles that a kernel computes at a time: 2 at degree 2 in bfloat16, else 1.
+    """Tiles that a kernel computes at a time, whose features share loads of values.
 
-    Two tiles of degree 2 have 128 features, which share loads of values. A tile of degree 4 has 256
-    features alone, and products of float32 need twice the registers.
+    They have 128 features in bfloat16, and 64 otherwise, as products of float32 need twice the
+    registers.
     """
-    return 2 if degree == 2 and count > 1 and dtype == torch.bfloat16 else 1
+    features = 128 if dtype == torch.bfloat16 and count > 1 else 64
+    return features // tile_width(degree) ** degree
 
 
 @triton.jit

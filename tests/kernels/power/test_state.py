@@ -1,7 +1,7 @@
 """`power_state` against the definition in float64: values and every gradient."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -281,3 +281,24 @@ def test_a_saved_state_is_loaded_without_running_code(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert isinstance(loaded, PowerState)
     assert all(map(torch.equal, loaded, state))
+
+
+@pytest.mark.parametrize("K", [1, 5, 8])
+def test_a_state_of_degree_4_saved_in_tiles_of_4_is_read(K: int) -> None:
+    k, v = (torch.randn(1, 9, 1, width, dtype=torch.float64) for width in (K, 3))
+    state = power_state(k, v, degree=4)
+    padded = torch.nn.functional.pad(k, (0, -K % 4)).unflatten(-1, (-1, 4))  # (1, 9, 1, tiles, 4)
+    features = torch.cat(
+        [
+            torch.einsum("td,tc,tb,ta->tdcba", *(padded[0, :, 0, tile] for tile in tiles[::-1]))
+            for tiles in combinations_with_replacement(range(padded.shape[3]), 4)
+        ],
+        dim=1,
+    ).flatten(1)  # (9, P)
+    old = PowerState((features.T @ v[0, :, 0])[None, None], features.sum(dim=0)[None, None])
+    for found, wanted in zip(old.from_tiles_of_4(K), state, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+    with pytest.raises(ValueError, match=rf"tiles of 4, which from_tiles_of_4\({K}\) reads"):
+        power_attention(k, k, v, degree=4, initial_state=old)
+    with pytest.raises(ValueError, match=f"kv: found {state.kv.shape[2]} rows, wanted"):
+        state.from_tiles_of_4(K)

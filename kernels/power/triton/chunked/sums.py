@@ -64,8 +64,11 @@ class Sums(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a program's sums leave room for larger blocks of tokens."""
-        return self.block_f <= 128 and self.block_v <= 64
+        """Whether a program's sums leave room for larger blocks of tokens.
+
+        Products of four coordinates take that room.
+        """
+        return self.degree < 4 and self.block_f <= 128 and self.block_v <= 64
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
         """What kernels read of the tokens; `unused` stands for what is absent."""
