@@ -8,7 +8,6 @@ from everyday import everyday
 
 from longhaul.modules.attention import registered_variants
 
-every_kind = pytest.mark.parametrize(
-    "kind",
-    everyday(registered_variants(), ("conformal_sympow", "gated_deltanet", "softmax", "zeros")),
-)
+EVERYDAY_KINDS = ("conformal_sympow", "gated_deltanet", "softmax", "zeros")
+
+every_kind = pytest.mark.parametrize("kind", everyday(registered_variants(), EVERYDAY_KINDS))

@@ -27,16 +27,28 @@ def test_two_nodes_of_two_tasks_train_to_the_end(work: Work) -> None:
     assert (folder / "environment.json").exists()
 
 
-@pytest.mark.wide
-def test_every_kind_of_interruption_leads_to_the_same_weights(
-    make_work: Callable[[], Work], work: Work, fault: Callable[[str, str], None]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("signal", "crash"), marks=pytest.mark.wide),
+        pytest.param(
+            ("signal", "signal", "administrator", "preemption", "node down", "crash"),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_interruptions_lead_to_the_same_weights(
+    names: tuple[str, ...],
+    make_work: Callable[[], Work],
+    work: Work,
+    fault: Callable[[str, str], None],
 ) -> None:
     undisturbed = make_work()
     undisturbed.run(*ONE_TASK_A_NODE)
     # Each start waits within a backward pass for what ends it, and one rank sleeps on after that.
     start = "int(os.environ.get('SLURM_RESTART_COUNT', '0'))"
     fault(
-        f"{start} < 6 and self.progress.step == 5 * (1 + {start})",
+        f"{start} < {len(names)} and self.progress.step == 5 * (1 + {start})",
         f"""
             import gc
             from longhaul.pipeline.training.preemption import StopRequests
@@ -73,17 +85,23 @@ def test_every_kind_of_interruption_leads_to_the_same_weights(
         log = (work.folder / "logs" / f"job-{job}.log").read_text()
         return log.count("train ended with status 75")
 
-    ways = (by_signal, by_signal, by_administrator, by_preemption, by_node_down, by_crash)
-    for restarts, disturb in enumerate(ways, start=1):
+    ways = {
+        "signal": by_signal,
+        "administrator": by_administrator,
+        "preemption": by_preemption,
+        "node down": by_node_down,
+        "crash": by_crash,
+    }
+    for restarts, name in enumerate(names, start=1):
         work.wait_for_step(job, 5 * restarts)
         before = times_saved()
-        disturb()
+        ways[name]()
         deadline = time.monotonic() + 90
         while int(cluster.job(job)["Restarts"]) < restarts:
-            assert time.monotonic() < deadline, f"{disturb.__name__}\n{work.said(job)}"
+            assert time.monotonic() < deadline, f"{name}\n{work.said(job)}"
             time.sleep(0.1)
         # The others may leave no time to save.
-        assert times_saved() == before + 1 or disturb not in (by_signal, by_preemption)
+        assert times_saved() == before + 1 or name not in ("signal", "preemption")
     # At times Slurm ends, and queues again, once more: it tells a node that came back of a job that
     # was killed there, and means the one of the same number that is running.
     cluster.wait(job, "COMPLETED", 120)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from everyday_kinds import EVERYDAY_KINDS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +38,8 @@ GROUPED = tuple(f"{kind}/{shape}" for kind in ("sympow", "complex", "coca")
         pytest.param("aot_eager", 0, ("conformal_sympow", *SHAPES), marks=pytest.mark.wide),
         pytest.param("aot_eager", 3, GROUPED, marks=pytest.mark.wide),
         pytest.param("aot_eager", 3, ("softmax/light", "deltanet/light"), marks=pytest.mark.wide),
-        pytest.param("aot_eager", 50, registered_variants(), marks=pytest.mark.wide),
+        pytest.param("aot_eager", 50, EVERYDAY_KINDS, marks=pytest.mark.wide),
+        pytest.param("aot_eager", 50, registered_variants(), marks=pytest.mark.soak),
         pytest.param("aot_eager", 0, registered_variants(), marks=pytest.mark.soak),
         pytest.param("inductor", 0, ("conformal_sympow", *SHAPES), marks=pytest.mark.soak),
         pytest.param("inductor", 50, ("conformal_sympow", "softmax"), marks=pytest.mark.soak),

@@ -38,6 +38,7 @@ SCRIPT = Path(__file__).with_name("measured_update.py")
 SMALL = ("model.width=64", "model.heads=4", "data.context=128")
 NEOX = ["model.embedding_norm=false", "model.parallel_residual=true"]
 NEOX += ["model.biases=true", "model.tied_head=false"]
+LIGHT = ["trainer.activation_checkpointing=light"]
 LLAMA = ["model.norm=rms", "model.mlp=swiglu", "model.mlp_width=512", "model.norm_order=sandwich"]
 
 either_accumulation = pytest.mark.parametrize(
@@ -85,17 +86,18 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
     return [list(of_strategy) for of_strategy in zip(*by_rank, strict=True)]
 
 
-@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory: Linux")
 @pytest.mark.parametrize(
     ("strategies", "ranks", "shape"),
     [
-        ("single", 1, []),
-        ("single", 1, LLAMA),
-        ("single", 1, ["trainer.activation_checkpointing=light"]),
-        ("ddp,fsdp", 2, []),
-        ("ddp,fsdp", 2, NEOX),
-        ("ddp,fsdp", 2, ["optim.name=muon"]),
+        pytest.param("single", 1, [], marks=pytest.mark.soak),
+        pytest.param("single", 1, LLAMA, marks=pytest.mark.wide),
+        pytest.param(
+            "single", 1, ["trainer.activation_checkpointing=light"], marks=pytest.mark.soak
+        ),
+        pytest.param("ddp,fsdp", 2, [], marks=pytest.mark.soak),
+        pytest.param("ddp,fsdp", 2, NEOX, marks=pytest.mark.soak),
+        pytest.param("ddp,fsdp", 2, ["optim.name=muon"], marks=pytest.mark.wide),
     ],
 )
 def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
