@@ -2,9 +2,9 @@
 
     python -P docs/scripts/recall_table.py FOLDER [KIND...]
 
-A document holds pairs of ids, then the same pairs in another order, as `--tasks recall` asks for
-them; half of the ids are keys, another half in every document. FOLDER gets the corpus and the runs.
-Losses and accuracies are kept in its recall.json, so that a call goes on where another one ended.
+A document holds pairs of a key and a value, then the same pairs in another order, as in
+`--tasks recall`, with the same ids as keys. FOLDER gets the corpus and the runs. Losses and
+accuracies are kept in its recall.json, so that a call goes on where another one ended.
 """
 
 import csv
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from longhaul.configs import load_run_config
 from longhaul.datamodules.files.atomic import write_atomically
@@ -51,11 +52,11 @@ SEEDS = (0, 1, 2)
 
 def write_corpus(file: Path) -> None:
     draw = np.random.default_rng(0)
+    ids = torch.randperm(IDS, generator=torch.Generator().manual_seed(0)).numpy()  # as the task's
+    keys, values = ids[:MOST_PAIRS], ids[MOST_PAIRS:]
     documents = []
     written = 0
     while written < TOKENS:
-        ids = draw.permutation(IDS)
-        keys, values = ids[:MOST_PAIRS], ids[MOST_PAIRS:]
         count = int(np.exp(draw.uniform(np.log(4), np.log(MOST_PAIRS + 1))))
         pairs = np.stack([draw.permutation(keys)[:count], draw.choice(values, count)], axis=1)
         again = pairs[draw.permutation(count)]

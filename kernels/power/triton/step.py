@@ -158,8 +158,8 @@ def _power_fwd_step_kernel(
             if DEGREE > 1:
                 tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
                 multiplicity = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
-                squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
-                norm_square += tl.sum(tl.sum(squares, axis=1) * multiplicity)
+                norms = tl.reshape(norm, (AT_ONCE, BLOCK_F // AT_ONCE))
+                norm_square += sum_of_products(sum_of_products(norms, norms, 1), multiplicity, 0)
         if tl.program_id(1) == 0:
             tl.store(new_norm_ptr + state_off + f, norm + phi_k, mask=f < P)
     parts = tl.cdiv(num_blocks, blocks_per_part)

@@ -142,11 +142,11 @@ def _power_fwd_read_kernel(
         acc = tl.dot(phi.to(DOT), kv.to(DOT), acc, input_precision=PRECISION)
         if NORMALIZE and DEGREE > 2:
             norm = tl.load(norm_ptr + f, mask=f < P, other=0.0)
-            den += tl.sum(phi.to(tl.float32) * norm[None, :], axis=1)
+            den += sum_of_products(phi.to(tl.float32), norm[None, :], 1)
             tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
             multiplicity = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
-            squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
-            norm_square += tl.sum(tl.sum(squares, axis=1) * multiplicity)
+            norms = tl.reshape(norm, (AT_ONCE, BLOCK_F // AT_ONCE))
+            norm_square += sum_of_products(sum_of_products(norms, norms, 1), multiplicity, 0)
 
     first_high, first_low = 0.0, 0.0
     from_start = state_scale
