@@ -2,9 +2,9 @@
 
     python -P docs/scripts/recall_table.py FOLDER [KIND...]
 
-A document holds pairs of a key and a value, then the same pairs in another order, as in
-`--tasks recall`, with the same ids as keys. FOLDER gets the corpus and the runs. Losses and
-accuracies are kept in its recall.json, so that a call goes on where another one ended.
+A document holds pairs of a key and a value, again and again in other orders, with the same ids as
+keys as in `--tasks recall`. FOLDER gets the corpus and the runs. Losses and accuracies are kept in
+its recall.json, so that a call goes on where another one ended.
 """
 
 import csv
@@ -27,10 +27,11 @@ IDS = 64
 MOST_PAIRS = IDS // 2
 BOS = 256  # of the tokenizer of bytes
 TOKENS = 6_000_000
+CONTEXT = 256
 
 SETTINGS = (
     "data.manifest=data/train", "data.validation_manifest=data/validation",
-    "data.context=256", "data.validation_tokens=65536",
+    f"data.context={CONTEXT}", "data.validation_tokens=65536",
     "model.layers=2", "model.width=96", "model.embedding_norm=false",
     "model.norm=rms", "model.mlp=swiglu", "trainer.micro_batch=16",
     "optim.tokens_per_update=4096",
@@ -59,8 +60,9 @@ def write_corpus(file: Path) -> None:
     while written < TOKENS:
         count = int(np.exp(draw.uniform(np.log(4), np.log(MOST_PAIRS + 1))))
         pairs = np.stack([draw.permutation(keys)[:count], draw.choice(values, count)], axis=1)
-        again = pairs[draw.permutation(count)]
-        documents.append(np.concatenate([[BOS], pairs.ravel(), again.ravel()]).astype(np.uint16))
+        orders = [draw.permutation(count) for _ in range(CONTEXT // (2 * count))]
+        tokens = [[BOS], *(pairs[order].ravel() for order in orders)]
+        documents.append(np.concatenate(tokens).astype(np.uint16))
         written += len(documents[-1])
     np.concatenate(documents).tofile(file)
 

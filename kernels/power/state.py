@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement
 from math import comb
 from typing import NamedTuple
 
@@ -10,12 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.shapes import (
-    DENOMINATOR_FLOOR,
-    HIGHEST_UNSCALED_DEGREE,
-    SMALLEST_UNIT,
-    padded_width,
-)
+from longhaul.kernels.power.reference import layout
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, SMALLEST_UNIT
 
 
 class PowerState(NamedTuple):
@@ -40,7 +36,7 @@ class PowerState(NamedTuple):
         return PowerState(round_kv(self.kv.float(), norm), norm)
 
     def from_tiles_of_4(self, K: int) -> PowerState:
-        """This state of degree 4, saved when its tiles were 4 wide, in tiles of 2.
+        """This sum of φ(k) vᵀ of degree 4, saved when tiles were 4 wide, in tiles of 2.
 
         Raises:
             ValueError: if it has not as many rows as such a state of key width K.
@@ -50,17 +46,16 @@ class PowerState(NamedTuple):
                 f"kv: found {self.kv.shape[2]} rows, wanted {rows_in_tiles_of_4(K)}, those of a "
                 f"state of degree 4 with K = {K} in tiles of 4"
             )
-        every_tile = combinations_with_replacement(range(-(-K // 4)), 4)
-        first_row = {tiles: 256 * n for n, tiles in enumerate(every_tile)}
-        rows = []
-        for tiles in combinations_with_replacement(range(padded_width(K, 4) // 2), 4):
-            # The offset in the first tile varies fastest, so the product lists the last tile first.
-            for offsets in product(range(2), repeat=4):
-                pairs = zip(tiles, reversed(offsets), strict=True)
-                inside = sum(
-                    (tile % 2 * 2 + offset) * 4**r for r, (tile, offset) in enumerate(pairs)
-                )
-                rows.append(first_row[tuple(tile // 2 for tile in tiles)] + inside)
+        first_row = {
+            tiles: 256 * n
+            for n, tiles in enumerate(combinations_with_replacement(range(-(-K // 4)), 4))
+        }
+        coordinates, _ = layout(K, 4)
+        rows = [
+            first_row[tuple(x // 4 for x in feature)]
+            + sum(x % 4 * 4**r for r, x in enumerate(feature))
+            for feature in coordinates.tolist()
+        ]
         return PowerState(self.kv[:, :, rows], self.norm[:, :, rows])
 
 

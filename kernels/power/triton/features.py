@@ -124,8 +124,8 @@ def _orderings(tiles: tuple[int, ...]) -> int:
 def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
     """Tiles that a kernel computes at a time, whose features share loads of values.
 
-    They have 128 features in bfloat16, and 64 otherwise, as products of float32 need twice the
-    registers.
+    They have 128 features where operands are bfloat16 and there is more than one tile, else 64:
+    operands of float32 need twice the registers.
     """
     features = 128 if dtype == torch.bfloat16 and count > 1 else 64
     return features // tile_width(degree) ** degree

@@ -75,9 +75,9 @@ def take_step(
         HAS_GATES=log_g is not None,
         NORMALIZE=normalize,
         IN_PLACE=inplace,
-        # In place a block of the state is wide: 128 values, or 64 and products of four coordinates,
-        # do not fit in the registers of 4 warps.
-        num_warps=8 if inplace and (degree == 4 or block_v > 64) else 4,
+        # In place a block of the state is wide: 128 values, or 64 beside products of four
+        # coordinates, do not fit in the registers of 4 warps.
+        num_warps=8 if block_v > (32 if degree == 4 else 64) else 4,
     )  # fmt: skip
     _power_fwd_step_output_kernel[(B * H,)](
         q, k, v, sums, out, *strides, H, K, V, parts,

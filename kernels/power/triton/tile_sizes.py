@@ -19,8 +19,8 @@ from longhaul.kernels.common.triton.launch import Candidates, candidates, config
 class ChunkedCandidates(NamedTuple):
     """Candidates of one kernel of the chunked form."""
 
-    narrow: Candidates  # bfloat16, few features and values at a time
-    wide: Candidates  # bfloat16, more of either
+    narrow: Candidates  # bfloat16, few keys or values at a time, and mostly below degree 4
+    wide: Candidates  # bfloat16, other calls
     float32: Candidates  # float16 too: its products have TF32 operands
 
     def of(self, dtype: torch.dtype, *, is_narrow: bool) -> Candidates:

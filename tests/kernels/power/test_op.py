@@ -40,7 +40,7 @@ CASES = {
     "degree 1, gates of 0 and 1": Case(T=100, degree=1, gates="hard"),
     "degree 1, not normalised": Case(T=100, degree=1, normalize=False, K=16, V=8),
     "degree 4": Case(T=63, degree=4),
-    "degree 4, two tiles and more": Case(T=63, degree=4, K=9),
+    "degree 4, several tiles": Case(T=63, degree=4, K=9),
     "degree 6": Case(T=40, H=2, G=2, degree=6, K=3, V=2),
     "degree 8": Case(T=40, H=2, G=2, degree=8, K=3, V=2),
     "several tiles": Case(T=63, K=20, V=17),
@@ -88,7 +88,8 @@ TRITON_CASES = [
     ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=130), (CHUNKED_16,)),
     ("wide values", Case(T=20, B=1, V=130), (ATTENTION, CHUNKED_16)),
     ("degree 4", Case(T=20, B=1, degree=4), (CHUNKED_16,)),
-    ("degree 4, two tiles and more", Case(T=33, B=1, degree=4, K=9), (CHUNKED_16,)),
+    ("degree 4, several tiles", Case(T=33, B=1, degree=4, K=9), (CHUNKED_16,)),
+    ("degree 4, one tile", Case(T=20, B=1, degree=4, K=2), (CHUNKED_16, RECURRENT)),
     ("degree 4, no state", Case(T=40, B=1, degree=4, state="none"), (ATTENTION,)),
     ("degree 6", Case(T=40, H=2, G=2, degree=6, K=3, V=2, state="none"), (ATTENTION,)),
     ("degree 8", Case(T=40, H=2, G=2, degree=8, K=3, V=2, state="none"), (ATTENTION,)),
@@ -118,7 +119,7 @@ IN_TEST = (
 )
 
 SLOW = (
-    *("degree 4, two tiles and more", "some tokens, degree 4", "arbitrary state, degree 4"),
+    *("degree 4, several tiles", "some tokens, degree 4", "arbitrary state, degree 4"),
     *("not normalised", "not normalised, gates of 0 and 1", "several tiles"),
 )
 

@@ -92,9 +92,7 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
     [
         pytest.param("single", 1, [], marks=pytest.mark.soak),
         pytest.param("single", 1, LLAMA, marks=pytest.mark.wide),
-        pytest.param(
-            "single", 1, ["trainer.activation_checkpointing=light"], marks=pytest.mark.soak
-        ),
+        pytest.param("single", 1, LIGHT, marks=pytest.mark.soak),
         pytest.param("ddp,fsdp", 2, [], marks=pytest.mark.soak),
         pytest.param("ddp,fsdp", 2, NEOX, marks=pytest.mark.soak),
         pytest.param("ddp,fsdp", 2, ["optim.name=muon"], marks=pytest.mark.wide),

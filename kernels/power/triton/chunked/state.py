@@ -38,8 +38,9 @@ def read_dtype(x: Tensor) -> torch.dtype:
 def _walks(sums: Sums) -> bool:
     """Whether programs walk through sequences, rather than sum chunks in parallel and scan.
 
-    Beyond degree 2 the running sum of a block and that of a chunk do not fit in registers. Of
-    packed documents one may be as long as all of them, so they count as one sequence.
+    Beyond degree 2 products of four coordinates leave no registers for the running sum of a block
+    beside that of a chunk. Of packed documents one may be as long as all of them, so they count as
+    one sequence.
     """
     if sums.degree > 2:
         return False

@@ -66,9 +66,9 @@ class Sums(NamedTuple):
     def is_narrow(self) -> bool:
         """Whether a program's sums leave room for larger blocks of tokens.
 
-        Products of four coordinates take that room.
+        At degree 4 the products of four coordinates take that room.
         """
-        return self.degree < 4 and self.block_f <= 128 and self.block_v <= 64
+        return self.degree < 4 and self.block_v <= 64
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
         """What kernels read of the tokens; `unused` stands for what is absent."""

@@ -14,7 +14,7 @@ from longhaul.kernels.power.torch.features import (
 )
 from longhaul.kernels.shapes import padded_width
 
-WIDTHS = [(1, 1), (5, 1), (5, 2), (16, 2), (64, 2), (3, 4), (9, 4), (3, 6), (2, 8)]
+WIDTHS = [(1, 1), (5, 1), (5, 2), (16, 2), (64, 2), (2, 4), (3, 4), (9, 4), (3, 6), (2, 8)]
 
 
 @pytest.mark.parametrize(("width", "degree"), WIDTHS)
