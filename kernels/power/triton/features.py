@@ -128,7 +128,7 @@ def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
     operands of float32 need twice the registers.
     """
     features = 128 if dtype == torch.bfloat16 and count > 1 else 64
-    return features // tile_width(degree) ** degree
+    return features // int(tile_width(degree) ** degree)
 
 
 @triton.jit
