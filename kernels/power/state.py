@@ -36,7 +36,7 @@ class PowerState(NamedTuple):
         return PowerState(round_kv(self.kv.float(), norm), norm)
 
     def from_tiles_of_4(self, K: int) -> PowerState:
-        """This sum of φ(k) vᵀ of degree 4, saved when tiles were 4 wide, in tiles of 2.
+        """Convert a state of degree 4, a sum of φ(k) vᵀ, that was saved in tiles of 4.
 
         Raises:
             ValueError: if it has not as many rows as such a state of key width K.

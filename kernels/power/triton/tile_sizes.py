@@ -19,7 +19,7 @@ from longhaul.kernels.common.triton.launch import Candidates, candidates, config
 class ChunkedCandidates(NamedTuple):
     """Candidates of one kernel of the chunked form."""
 
-    narrow: Candidates  # bfloat16, few keys or values at a time, and mostly below degree 4
+    narrow: Candidates  # bfloat16, narrow keys and values; of degree 4 only gradients of keys
     wide: Candidates  # bfloat16, other calls
     float32: Candidates  # float16 too: its products have TF32 operands
 
