@@ -4,9 +4,9 @@ import resource
 
 # Shards, pipes of data workers, sockets, the files of a database.
 _OF_A_RUN = 128
-# Sockets of rank 0, counted with 2, 4 and 8 ranks: one of the store, one in each of two groups of
-# Gloo, two of the watchdog. The usual limit, 1,024, is enough for 180 ranks.
-_PER_RANK = 5
+# Sockets of rank 0, counted with 2 to 16 ranks: one of the store, one of the watchdog, one of the
+# reports of updates, one of DDP over Gloo. The usual limit, 1,024, is enough for 225 ranks.
+_PER_RANK = 4
 
 
 def check_open_files(ranks: int = 1) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.files.untrusted import open_to_write
-from longhaul.pipeline.distributed.gpu_environment import FLIGHT_RECORD
+from longhaul.pipeline.distributed.rank_environment import FLIGHT_RECORD
 from longhaul.pipeline.system.waiting import FLIGHT_RECORD_S
 from longhaul.pipeline.terminal.numbers import in_bytes
 

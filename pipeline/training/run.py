@@ -25,13 +25,13 @@ from longhaul.pipeline.checkpoints.store import (
     step_of,
 )
 from longhaul.pipeline.distributed.blocks import prepare_blocks
-from longhaul.pipeline.distributed.gpu_environment import gpu_environment
 from longhaul.pipeline.distributed.launch import (
     check_launched,
     cluster_environment,
     disconnect_ranks,
     rank_devices,
 )
+from longhaul.pipeline.distributed.rank_environment import rank_environment
 from longhaul.pipeline.distributed.strategies import build_strategy
 from longhaul.pipeline.distributed.strategy import end_ranks
 from longhaul.pipeline.evaluation.registry import check_tasks
@@ -72,8 +72,10 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     Returns:
         0 if the run is finished, EXIT_CHECKPOINTED if it was stopped before, on request.
     """
-    # Before anything starts CUDA, or connects over NCCL.
-    os.environ.update(gpu_environment(config, os.environ, gpu=uses_gpu(config.trainer.accelerator)))
+    # Before anything starts CUDA or connects the ranks.
+    os.environ.update(
+        rank_environment(config, os.environ, gpu=uses_gpu(config.trainer.accelerator))
+    )
     use_private_caches()
     seed_everything(config.trainer.seed, verbose=False)
     _silence_lightning()
@@ -264,7 +266,7 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
         devices=1,  # Those of the other ranks, too, the strategy knows.
         num_nodes=config.trainer.nodes,
         precision=config.trainer.precision,
-        # Sets what torch and cuBLAS need for it; the rest is in gpu_environment.py.
+        # Sets what torch and cuBLAS need for it; the rest is in rank_environment.py.
         deterministic=config.trainer.deterministic,
         plugins=[cluster_environment()],
         max_epochs=1,  # The data loader ends with the token budget.

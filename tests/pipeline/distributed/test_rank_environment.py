@@ -12,12 +12,13 @@ from longhaul.configs import load_run_config
 from longhaul.configs.run_config import RunConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.distributed import strategies
-from longhaul.pipeline.distributed.gpu_environment import gpu_environment
+from longhaul.pipeline.distributed.rank_environment import rank_environment
 from longhaul.pipeline.training import run as training
 from longhaul.pipeline.training.run import _build_trainer
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
+LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
 TWO_RANKS = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.micro_batch=2")
 
 
@@ -26,19 +27,21 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_a_run_on_cpus_sees_no_gpu() -> None:
-    found = gpu_environment(config("trainer.deterministic=true"), {}, gpu=False)
-    assert found == {"CUDA_VISIBLE_DEVICES": ""}
+    found = rank_environment(config("trainer.deterministic=true"), {}, gpu=False)
+    assert found == {**LAZY, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_nccl_records_into_the_run_folder_unless_told_otherwise() -> None:
-    found = gpu_environment(config(), {}, gpu=True)
-    assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{Path.cwd()}/runs/demo/logs/nccl-rank-"}
-    assert gpu_environment(config(), {"TORCH_FR_DUMP_TEMP_FILE": "/x"}, gpu=True) == {}
+    found = rank_environment(config(), {}, gpu=True)
+    record = f"{Path.cwd()}/runs/demo/logs/nccl-rank-"
+    assert found == {**LAZY, "TORCH_FR_DUMP_TEMP_FILE": record}
+    assert rank_environment(config(), {"TORCH_FR_DUMP_TEMP_FILE": "/x"}, gpu=True) == LAZY
 
 
 def test_a_deterministic_run_fixes_how_cublas_and_nccl_sum() -> None:
     given = {"NCCL_NVLS_ENABLE": "1", "TORCH_FR_DUMP_TEMP_FILE": "/x"}
-    assert gpu_environment(config("trainer.deterministic=true"), given, gpu=True) == {
+    assert rank_environment(config("trainer.deterministic=true"), given, gpu=True) == {
+        **LAZY,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_COLLNET_ENABLE": "0",
@@ -60,7 +63,7 @@ def test_a_deterministic_run_takes_torchs_deterministic_algorithms(
 
 def test_they_are_set_before_a_training_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config("trainer.deterministic=true")
-    wanted = gpu_environment(asked, {}, gpu=True)
+    wanted = rank_environment(asked, {}, gpu=True)
     environment = {name: value for name, value in os.environ.items() if name not in wanted}
     monkeypatch.setattr(os, "environ", environment)
 

@@ -1,4 +1,4 @@
-"""The environment variables with which a rank computes and communicates on a GPU."""
+"""The environment variables with which a rank computes and communicates."""
 
 import os
 from collections.abc import Mapping
@@ -12,18 +12,20 @@ FLIGHT_RECORD = "nccl-rank-"
 _RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 
 
-def gpu_environment(config: RunConfig, given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
-    """The variables to set before CUDA and NCCL start.
+def rank_environment(config: RunConfig, given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
+    """The variables to set before CUDA, NCCL and Gloo start.
 
     Args:
         config: of the run.
         given: the variables that are set already.
         gpu: whether the run computes on GPUs.
     """
+    # Ranks connect when they first exchange something. Otherwise each group connects every rank
+    # with every other one at the start.
+    variables = {"TORCH_GLOO_LAZY_INIT": "1"}
     if not gpu:
         # What asks torch for the name, memory or random state of a GPU finds none either.
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    variables = dict[str, str]()
+        return {**variables, "CUDA_VISIBLE_DEVICES": ""}
     if _RECORD_FILE not in given:
         # Where NCCL leaves its record if it finds a failure before the watchdog does.
         logs = RunFolder.of(config).log_file.parent
