@@ -17,7 +17,6 @@ from readers import READERS, Folder, Reader
 
 pytestmark = pytest.mark.wide
 
-CASES_PER_FILE = 110
 LONGEST_LINE = 1500
 SECONDS_PER_CASE = 60  # a guard against endless loops, not a measurement
 MOST_GROWTH = 1 << 30  # bytes
@@ -82,13 +81,14 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.parametrize("cases_per_file", [40, pytest.param(400, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", READERS)
 def test_no_file_from_outside_brings_a_traceback(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, cases_per_file: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger("longhaul").setLevel(logging.ERROR)
     before = peak_bytes()
-    tally = fuzz(READERS[name], tmp_path / name, CASES_PER_FILE, seed=0)
+    tally = fuzz(READERS[name], tmp_path / name, cases_per_file, seed=0)
     with capfd.disabled():
         print(
             f"\n{name}: {tally.cases} cases, {tally.refused} refused, "
