@@ -4,8 +4,10 @@ import resource
 
 # Shards, pipes of data workers, sockets, the files of a database.
 _OF_A_RUN = 128
-# Sockets of rank 0, counted with 2 to 16 ranks: one of the store, one of the watchdog, one of the
-# reports of updates, one of DDP over Gloo. The usual limit, 1,024, is enough for 225 ranks.
+# Sockets of rank 0 for each other rank: of the store, the watchdog, the reports of updates, and of
+# Muon's exchange where that is Gloo's. Trees and rings add some ten: rank 0 of 256 that connected
+# and reported had 804 files.
+# The usual limit, 1,024, is enough for 225 ranks.
 _PER_RANK = 4
 
 

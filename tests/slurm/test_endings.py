@@ -32,7 +32,7 @@ def test_a_job_that_fails_at_once_is_not_queued_again_and_nothing_follows(
     assert "not queued again: no checkpoint was added" in work.said(job)
 
 
-@pytest.mark.soak
+@pytest.mark.wide
 def test_a_job_that_fails_later_each_time_is_queued_again_until_its_limit(
     work: Work, fault: Fault
 ) -> None:

@@ -18,7 +18,6 @@ from longhaul.pipeline.training.run import _build_trainer
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
-LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
 TWO_RANKS = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.micro_batch=2")
 
 
@@ -28,20 +27,41 @@ def config(*overrides: str) -> RunConfig:
 
 def test_a_run_on_cpus_sees_no_gpu() -> None:
     found = rank_environment(config("trainer.deterministic=true"), {}, gpu=False)
-    assert found == {**LAZY, "CUDA_VISIBLE_DEVICES": ""}
+    assert found == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "system", "lazy"),
+    [
+        (9, {}, "linux", {"TORCH_GLOO_LAZY_INIT": "1"}),
+        (8, {}, "linux", {}),
+        (9, {}, "darwin", {}),
+        (9, {"TORCH_GLOO_LAZY_INIT": "0"}, "linux", {}),
+    ],
+)
+def test_many_ranks_connect_when_they_exchange_something(
+    nodes: int,
+    given: dict[str, str],
+    system: str,
+    lazy: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.platform", system)
+    many = (f"trainer.nodes={nodes}", "trainer.devices=8", "trainer.strategy=fsdp")
+    asked = config(*many, "trainer.micro_batch=1", "optim.tokens_per_update=294912")
+    assert rank_environment(asked, given, gpu=False) == {**lazy, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_nccl_records_into_the_run_folder_unless_told_otherwise() -> None:
     found = rank_environment(config(), {}, gpu=True)
     record = f"{Path.cwd()}/runs/demo/logs/nccl-rank-"
-    assert found == {**LAZY, "TORCH_FR_DUMP_TEMP_FILE": record}
-    assert rank_environment(config(), {"TORCH_FR_DUMP_TEMP_FILE": "/x"}, gpu=True) == LAZY
+    assert found == {"TORCH_FR_DUMP_TEMP_FILE": record}
+    assert rank_environment(config(), {"TORCH_FR_DUMP_TEMP_FILE": "/x"}, gpu=True) == {}
 
 
 def test_a_deterministic_run_fixes_how_cublas_and_nccl_sum() -> None:
     given = {"NCCL_NVLS_ENABLE": "1", "TORCH_FR_DUMP_TEMP_FILE": "/x"}
     assert rank_environment(config("trainer.deterministic=true"), given, gpu=True) == {
-        **LAZY,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_COLLNET_ENABLE": "0",
