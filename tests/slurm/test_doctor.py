@@ -67,7 +67,7 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
     assert "bad nodes: node2: disk; sbatch --exclude=node2" in done.stdout
 
 
-@pytest.mark.wide
+@pytest.mark.soak
 def test_a_node_without_the_data_is_a_bad_node(cluster: Any, corpus: Path) -> None:
     change = """
 corpus_of = run_checks.corpus_of
@@ -84,7 +84,7 @@ run_checks.corpus_of = corpus_of_a_node
     assert "bad nodes: node2: shards; sbatch --exclude=node2" in done.stdout
 
 
-@pytest.mark.wide
+@pytest.mark.soak
 def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> None:
     change = "if node == 'node2': machine_checks.source_commit = lambda: None"
     done = _doctor(cluster, change=f"{change}\nmachine_checks.source_checkout = lambda: '/'")
@@ -92,7 +92,7 @@ def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> No
     assert "node2: warning  commit    git gives no answer" in done.stdout
 
 
-@pytest.mark.wide
+@pytest.mark.soak
 def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
     # As `srun --pty`, and salloc with use_interactive_step, have it.
     step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
@@ -103,7 +103,7 @@ def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
     assert "2 nodes, as trainer.nodes says" in done.stdout, done.stderr
 
 
-@pytest.mark.wide
+@pytest.mark.soak
 def test_a_node_with_other_code_is_named(cluster: Any) -> None:
     done = _doctor(cluster, change="machine_checks.source_commit = lambda: f'commit-of-{node}'")
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"

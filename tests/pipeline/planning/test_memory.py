@@ -91,7 +91,7 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
     ("strategies", "ranks", "shape"),
     [
         pytest.param("single", 1, [], marks=pytest.mark.soak),
-        pytest.param("single", 1, LLAMA, marks=pytest.mark.wide),
+        pytest.param("single", 1, LLAMA, marks=pytest.mark.soak),
         pytest.param("single", 1, LIGHT, marks=pytest.mark.soak),
         pytest.param("ddp,fsdp", 2, [], marks=pytest.mark.soak),
         pytest.param("ddp,fsdp", 2, NEOX, marks=pytest.mark.soak),
