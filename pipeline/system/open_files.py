@@ -4,11 +4,9 @@ import resource
 
 # Shards, pipes of data workers, sockets, the files of a database.
 _OF_A_RUN = 128
-# Sockets of rank 0 for each other rank: of the store, the watchdog, the reports of updates, and of
-# Muon's exchange where that is Gloo's. Trees and rings add some ten: rank 0 of 256 that connected
-# and reported had 804 files.
-# The usual limit, 1,024, is enough for 225 ranks.
-_PER_RANK = 4
+# Sockets of rank 0, counted with 2, 4 and 8 ranks: one of the store, one in each of two groups of
+# Gloo, two of the watchdog. The usual limit, 1,024, is enough for 180 ranks.
+_PER_RANK = 5
 
 
 def check_open_files(ranks: int = 1) -> None:

@@ -13,9 +13,9 @@ ENDLESS = resource.RLIM_INFINITY
     ("limits", "ranks", "raised"),
     [
         ((1024, 4096), 1, None),
-        ((1024, 4096), 225, None),
-        ((1024, 4096), 226, 1028),
-        ((1024, ENDLESS), 1024, 4220),
+        ((1024, 4096), 180, None),
+        ((1024, 4096), 181, 1028),
+        ((1024, ENDLESS), 1024, 5243),
         ((ENDLESS, ENDLESS), 1024, None),
         ((20, 128), 1, 128),
     ],
@@ -32,6 +32,6 @@ def test_the_limit_is_raised_to_what_the_ranks_need(
 
 def test_too_low_a_limit_of_the_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda what: (1024, 4096))
-    told = "found a limit of 4,096 open files, wanted 4,220 or more by 1,024 ranks: ulimit -Hn"
+    told = "found a limit of 4,096 open files, wanted 5,243 or more by 1,024 ranks: ulimit -Hn"
     with pytest.raises(RuntimeError, match=told):
         check_open_files(1024)
