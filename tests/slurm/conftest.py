@@ -466,6 +466,9 @@ if "train" in sys.orig_argv:
     from longhaul.modules.pretraining import Pretraining
     original = Pretraining.manual_backward
     def manual_backward(self, loss):
+        # Not from the garbage collector: while it lists a tuple that the thread that imports MLflow
+        # still fills, that import fails.
+        requests = next(one.requests for one in self.trainer.callbacks if hasattr(one, "requests"))
         if {when}:
             {what}
         original(self, loss)
