@@ -1,5 +1,6 @@
 """The short convolution against its formula, in documents and in parts of a sequence."""
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import pytest
@@ -74,7 +75,7 @@ class Part:
     def __init__(self, index: int, parts: tuple[Tensor, ...]) -> None:
         self.index, self.count, self.parts = index, len(parts), parts
 
-    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def begin_gather(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         raise AssertionError("other parts than those before need not be asked")
 
     def gather_before(self, reach: int, own: Tensor) -> tuple[Tensor]:
