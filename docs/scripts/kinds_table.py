@@ -19,7 +19,7 @@ from pathlib import Path
 
 from longhaul.configs import load_run_config
 from longhaul.datamodules.files.atomic import write_atomically
-from longhaul.pipeline.planning.sizes import build_on_meta
+from longhaul.modules.meta_device import build_on_meta
 
 SETTINGS = (
     "model.layers=3", "model.width=96", "model.heads=3", "model.embedding_norm=false",

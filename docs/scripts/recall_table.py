@@ -23,10 +23,11 @@ from torch.nn.functional import cross_entropy
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.optim import build_optimizer, learning_rate_factor, set_learning_rate
 from longhaul.pipeline.evaluation.tasks.recall import RecallBatch, count_recalled, make_recall
 from longhaul.pipeline.evaluation.windows import shifted
-from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
+from longhaul.pipeline.planning.sizes import attention_layers, state_bytes
 
 IDS = 64  # of keys; there are as many values, and the bos id
 KEYS, VALUES, BOS = torch.arange(IDS), torch.arange(IDS, 2 * IDS), 2 * IDS

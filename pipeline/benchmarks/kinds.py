@@ -22,6 +22,7 @@ from longhaul.datamodules.corpus import corpus_of
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.benchmarks import trainer
 from longhaul.pipeline.benchmarks.bare_loop import synchronized_time
 from longhaul.pipeline.evaluation.tasks.bigram import bigram_loss, count_bigrams
@@ -29,7 +30,6 @@ from longhaul.pipeline.evaluation.windows import validation_batches
 from longhaul.pipeline.planning.sizes import (
     allocated_bytes,
     attention_layers,
-    build_on_meta,
     state_bytes,
 )
 from longhaul.pipeline.runs.folder import RunFolder, load_run, stored_config

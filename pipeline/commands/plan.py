@@ -41,11 +41,13 @@ def main(args: argparse.Namespace) -> int:
             args.overrides,
             [[f"model.attention.kind={kind}"] for kind in kinds] if kinds else ((),),
         )
-    from longhaul.pipeline.planning.tables import print_plan, print_states
-
     if args.states:
+        from longhaul.pipeline.planning.states import print_states
+
         print_states()
         return 0
+    from longhaul.pipeline.planning.tables import print_plan
+
     print_plan(
         args.config,
         args.overrides,

@@ -11,10 +11,10 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.config import ManifestKey
 from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.urls import SQLITE, local_path
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
-from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.system.waiting import ANSWER_S, READING_S
 
 _HASHED = 3

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.architectures.registry import architecture_of
 from longhaul.pipeline.checkpoints.integrity import CheckpointError, verify
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
@@ -76,8 +75,7 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_byt
         code = model_code([config.model.attention_of(n) for n in range(config.model.layers)])
     else:
         check_loadable(architecture)
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = build_on_meta(config.model)
     names = verify(checkpoint, only=("model",))
     ours = _weights(checkpoint, names, model)
     tensors: Mapping[str, SavedTensor | SavedRows] = ours

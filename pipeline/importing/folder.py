@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from longhaul.configs import RunConfig
@@ -16,8 +15,8 @@ from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.shards import Block, new_shard
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
-from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.optim import OptimConfig
 from longhaul.modules.progress import Progress
 from longhaul.pipeline.checkpoints.store import CheckpointStore
@@ -122,8 +121,7 @@ def _write_checkpoint(
     folder: Path, source: Path, config: LanguageModelConfig, corpus: Corpus
 ) -> Path:
     """The checkpoint of step 0, in float32, which holds numbers of 32 and 16 bits exactly."""
-    with torch.device("meta"):
-        num_bytes = sum(one.nbytes for one in LanguageModel(config).state_dict().values())
+    num_bytes = sum(one.nbytes for one in build_on_meta(config).state_dict().values())
     weights = _finite_weights(source, config)
     state = {
         "progress": dataclasses.asdict(Progress()),

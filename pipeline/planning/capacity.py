@@ -10,8 +10,8 @@ from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.optim import num_moments, parameter_groups
-from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.terminal.numbers import in_bytes
 

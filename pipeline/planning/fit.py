@@ -10,8 +10,25 @@ from longhaul.pipeline.planning.memory import MemorySettings, Plan, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES
 from longhaul.pipeline.system.devices import DEVICES, Device, find_device
 from longhaul.pipeline.terminal.numbers import digits, in_bytes
+from longhaul.pipeline.terminal.table import print_table
 
 logger = logging.getLogger(__name__)
+
+
+def print_memory(config: RunConfig, device: Device) -> None:
+    """Print memory and communication of a rank under each strategy, and what would fit."""
+    ranks = config.trainer.world_size
+    print(f"\nGB of one of {ranks} ranks at the peak of an update, and the most GB that one sends.")
+    print(
+        "Copies: gathered or cast parameters, buffers of collectives. Workspace: inside of an op,"
+    )
+    print("if one runs at the peak. Held: with what is no tensor, the allocator's gaps, CUDA's")
+    print("context and NCCL's buffers, which are estimates. All other numbers are traced from the")
+    print("update itself, except with DeepSpeed: there only activations and workspace are traced,")
+    print("the rest is computed.\n", flush=True)
+    planner = Planner(config)
+    print_table(memory_rows(config, device, planner))
+    print(f"\n{verdict(config, device, planner)}")
 
 
 def device_option(name: str | None) -> Device:

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.optim import build_optimizer, num_moments
 from longhaul.pipeline.distributed.blocks import (
     Checkpointing,
@@ -33,7 +34,6 @@ from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace, traced_as
 from longhaul.pipeline.planning.phases import phases
-from longhaul.pipeline.planning.sizes import build_on_meta
 
 # Elements of the live parameters of stage 3, DeepSpeed's own default.
 _DEEPSPEED_LIVE = 1_000_000_000

@@ -6,15 +6,8 @@ import torch
 
 from longhaul.modules.attention import Attention
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.language_model_config import LanguageModelConfig
 
 HALF = torch.bfloat16  # states and caches are compared in it, as in the papers
-
-
-def build_on_meta(config: LanguageModelConfig) -> LanguageModel:
-    """The model on the meta device: built in milliseconds without memory, whatever its size."""
-    with torch.device("meta"):
-        return LanguageModel(config)
 
 
 def attention_layers(model: LanguageModel) -> list[Attention]:

@@ -13,14 +13,15 @@ from longhaul.configs.yaml_text import parse_yaml
 from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.attention.sympow import Sympow, SympowOptions
 from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.planning.sizes import (
     HALF,
     allocated_bytes,
     attention_layers,
-    build_on_meta,
     state_bytes,
 )
 from longhaul.pipeline.terminal.numbers import amount, digits, in_bytes
+from longhaul.pipeline.terminal.table import print_table
 
 _DEGREES = (2, 4, 6, 8)
 _SIZES = ("gpt2-124m", "gpt2-354m", "gpt2-772m", "gpt2-1.6b")
@@ -44,6 +45,15 @@ def states_by_degree(model: LanguageModelConfig) -> list[list[str]]:
         layers, parameters = _of_degree(model, degree)
         rows.append([*_row(layers, parameters, degree), in_bytes(allocated_bytes(layers, 1))])
     return rows
+
+
+def print_states() -> None:
+    """Print the states of the sympow paper's four sizes of GPT-2."""
+    print(
+        "States of one sequence, in half precision and without padding, and numbers in them per"
+        " weight.\nDegree 1: the linear transformer, without a normaliser.\n"
+    )
+    print_table(states_of_published_sizes())
 
 
 def states_of_published_sizes() -> list[list[str]]:

@@ -21,9 +21,10 @@ from longhaul.configs import ConfigError, RunConfig, load_stored_config
 from longhaul.datamodules.files.plain_text import plain
 from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular
 from longhaul.datamodules.urls import SQLITE
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, Label, parse_label
 from longhaul.pipeline.evaluation.tables import MOST_LOSS
-from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
+from longhaul.pipeline.planning.sizes import attention_layers, state_bytes
 from longhaul.pipeline.reporting.tables import Evaluated, is_newer, read_tables
 from longhaul.pipeline.system.environment import Environment
 from longhaul.pipeline.terminal.progress import shows_bars

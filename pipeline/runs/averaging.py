@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from longhaul.datamodules.files.untrusted import copy_regular
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import CheckpointStore, checkpoint_folders, step_of
 from longhaul.pipeline.checkpoints.training_state import TrainingState
@@ -62,8 +62,7 @@ def average(
     chosen = [SavedCheckpoint(path, "model") for path in there[-last:]]
     steps = [step_of(saved.path) for saved in chosen]
     state = chosen[-1].state(TrainingState)
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = build_on_meta(config.model)
     for saved in chosen:
         saved.check_group("model", model.state_dict())
     num_bytes = sum(one.nbytes for one in model.state_dict().values())

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-import torch
 from pydantic import ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -25,8 +24,8 @@ from longhaul.datamodules.files.untrusted import (
     shown,
 )
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
-from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.architectures.architecture import Architecture
 from longhaul.pipeline.architectures.registry import ARCHITECTURES
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
@@ -204,8 +203,7 @@ def read_weights(folder: Path, config: LanguageModelConfig) -> Iterator[tuple[st
             shape or type.
     """
     _, architecture = _config_in(folder)
-    with torch.device("meta"):
-        model = LanguageModel(config)
+    model = build_on_meta(config)
     try:
         found = find_tensors(folder)
         shapes = {name: tuple(one.entry.shape) for name, one in found.items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 from longhaul.datamodules.tokenizer import Tokenizer
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.meta_device import on_meta
 from longhaul.pipeline.runs.exported import (
     exported_model,
     exported_tokenizer,
@@ -46,7 +47,7 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
         trained = load_trained_model(folder)
         config, weights = trained.config.model, trained.model.state_dict()
         tokenizer = trained.corpus.load_tokenizer()
-    with torch.device("meta"):
+    with on_meta():
         model = LoadedModel(config, tokenizer)
     try:
         model.load_state_dict(weights, assign=True)

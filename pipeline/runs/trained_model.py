@@ -14,6 +14,7 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, MOST_CHECKSUMS_BYTES, CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
@@ -135,8 +136,7 @@ def copy_trained_model(
 
 
 def _without_weights(config: RunConfig, positions: PositionScaling) -> LanguageModel:
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = build_on_meta(config.model)
     model.set_positions(positions)
     return model
 

@@ -41,6 +41,7 @@ from longhaul.datamodules.shards import Block
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.optim import OptimConfig, build_optimizer
 from longhaul.pipeline.architectures.architecture import Field
 from longhaul.pipeline.architectures.registry import ARCHITECTURES
@@ -58,7 +59,6 @@ from longhaul.pipeline.exporting.card import _commit, _evaluation
 from longhaul.pipeline.exporting.weights import saved_tensors
 from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.generation.session_files import _digest, load_session, save_session
-from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.reporting.runs import _hardware
 from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.exported import exported_context, exported_model, exported_weights

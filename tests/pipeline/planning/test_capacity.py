@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.planning.capacity import check_capacity, num_parameters
-from longhaul.pipeline.planning.sizes import build_on_meta
 
 
 def config(*overrides: str) -> RunConfig:

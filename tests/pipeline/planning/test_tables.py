@@ -10,8 +10,9 @@ from longhaul.configs import load_run_config
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.planning.sizes import allocated_bytes, attention_layers, build_on_meta
+from longhaul.pipeline.planning.sizes import allocated_bytes, attention_layers
 
 PAPER = "run/paper/conformal-sympow-p2-1024.yaml"
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

@@ -18,8 +18,9 @@ import pytest
 from logged_runs import EVIL, LOSSES, POSITIONS, Page, Store, rows, small_config
 from mlflow.tracking import MlflowClient
 
+from longhaul.modules.meta_device import build_on_meta
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
+from longhaul.pipeline.planning.sizes import attention_layers, state_bytes
 from longhaul.pipeline.reporting import page
 from longhaul.pipeline.reporting.drawing import Figure
 from longhaul.pipeline.reporting.runs import read_runs
