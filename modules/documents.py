@@ -151,7 +151,7 @@ class Documents:
         """
         assert self.sequence_part is not None
         index = self.sequence_part.index
-        (every,) = self.sequence_part.begin_gather(total)()
+        (every,) = self.sequence_part.gather(total)
         every = every[:index]
         if self.age is None:
             return every

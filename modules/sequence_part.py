@@ -4,7 +4,6 @@ A sequence is split into equal contiguous parts, one per rank. A rank sees the t
 part only.
 """
 
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -14,9 +13,8 @@ from torch import Tensor
 class SequencePart(Protocol):
     """Which part of the sequence this rank holds, and the collectives that connect the ranks.
 
-    All ranks must call `begin_gather` and `gather_before` equally often, in the same order and with
-    the same shapes. So whether they are called must never depend on where documents begin in a
-    part.
+    All ranks must call `gather` and `gather_before` equally often, in the same order and with the
+    same shapes. So whether they are called must never depend on where documents begin in a part.
     """
 
     index: int
@@ -25,8 +23,8 @@ class SequencePart(Protocol):
     count: int
     """Number of parts."""
 
-    def begin_gather(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Begin to gather each tensor of all parts, (count, *shape); the result waits for them.
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Each tensor of all parts, (count, *shape).
 
         The gradient of a rank's tensor is the sum over all ranks that used it.
         """
@@ -35,5 +33,5 @@ class SequencePart(Protocol):
         """Each tensor of the last `reach` parts before this one, (parts, *shape).
 
         There are fewer at the start of the sequence, before the first part none. Gradients are
-        those of `begin_gather`.
+        those of `gather`.
         """

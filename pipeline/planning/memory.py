@@ -28,7 +28,7 @@ from longhaul.pipeline.distributed.blocks import (
     prepare_blocks,
     shard_as_configured,
 )
-from longhaul.pipeline.distributed.context_parallel import ContextParallel, Exchange
+from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.distributed.zero import bucket_sizes
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
@@ -146,10 +146,6 @@ class Planner:
         return self._traced[key]
 
 
-def _nothing() -> None:
-    """What is never sent need not be waited for."""
-
-
 class _LastPart(ContextParallel):
     """The last part of a sequence, whose rank holds most: the states of all earlier parts.
 
@@ -159,15 +155,15 @@ class _LastPart(ContextParallel):
     def __init__(self, count: int) -> None:
         self.index, self.count, self.bytes_sent = count - 1, count, 0
 
-    def all_gather(self, mine: Tensor) -> Exchange:
+    def all_gather(self, mine: Tensor) -> Tensor:
         self.bytes_sent += (self.count - 1) * mine.numel()
-        return Exchange(mine.new_empty(self.count, mine.numel()), _nothing)
+        return mine.new_empty(self.count, mine.numel())
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Exchange:
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         # No part comes after the last one, but those in the middle send as much as they receive.
         others = max(sum(x) - x[self.index] for x in (sent, received))
         self.bytes_sent += others * rows.shape[1]
-        return Exchange(rows.new_empty(sum(received), rows.shape[1]), _nothing)
+        return rows.new_empty(sum(received), rows.shape[1])
 
 
 def _all_reduced(size: float, ranks: int) -> float:

@@ -1,6 +1,6 @@
 """Context parallelism: the state before a part of a sequence, and power attention on the part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,15 +14,15 @@ from longhaul.modules.sequence_part import SequencePart
 State = TypeVar("State")
 
 
-def begin_state_before(
+def state_before(
     part: SequencePart,
     own: tuple[Tensor, ...],
     compose: Callable[[tuple[Tensor, ...], State | None], State],
     start: State | None,
-) -> Callable[[], State]:
-    """Begin an exchange; the returned function waits for the state before this part's first token.
+) -> State:
+    """The state before the first token of this part.
 
-    Only `own` is exchanged between ranks. See `in_halves` for work to do in the meantime.
+    Only `own` is exchanged between ranks.
 
     Args:
         part: which part of the sequence this rank has.
@@ -33,34 +33,8 @@ def begin_state_before(
             perhaps none, and `start`, the state after those parts.
         start: the state at the beginning of the sequence, None where that is zero.
     """
-    gathered = part.begin_gather(*own)
-
-    def state() -> State:
-        every = tuple(one[: part.index] for one in gathered())
-        return attached(compose(every, start), every)
-
-    return state
-
-
-def in_halves(key_heads: int, *tensors: Tensor | None, dim: int = 2) -> list[tuple[Any, ...]]:
-    """The tensors of one half of the heads, and those of the other; of a single head, all.
-
-    Heads do not depend on each other. So the states of one half are exchanged while those of the
-    other are computed, and the other's while the output of the first is.
-
-    Args:
-        key_heads: their number, a divisor of the size of each tensor's dimension of heads.
-        tensors: None stays None.
-        dim: the dimension of heads.
-    """
-    halves = [key_heads - key_heads // 2, key_heads // 2] if key_heads > 1 else [key_heads]
-
-    def split(x: Tensor | None) -> Sequence[Any]:
-        if x is None:
-            return [None] * len(halves)
-        return torch.split(x, [half * x.shape[dim] // key_heads for half in halves], dim)
-
-    return list(zip(*map(split, tensors), strict=True))
+    every = tuple(one[: part.index] for one in part.gather(*own))
+    return attached(compose(every, start), every)
 
 
 def tokens_before(
@@ -78,7 +52,7 @@ def tokens_before(
     if most == 0:
         return own
     if most is None:
-        earlier = tuple(one[: part.index] for one in part.begin_gather(*own)())
+        earlier = tuple(one[: part.index] for one in part.gather(*own))
         most = part.index * own[0].shape[1]
     else:
         reach = -(-most // own[0].shape[1])
@@ -137,24 +111,15 @@ def context_parallel_attention(
     `start` is the state at the beginning of every sequence, None where that is zero. Documents
     within a sequence are separated by gates of zero.
     """
-    heads = k.shape[2]
-    of_tokens = in_halves(heads, q, k, v, log_g)
-    of_start = in_halves(heads, *(start or (None, None)), dim=1)
-    states = []
-    for (_, own_k, own_v, own_log_g), (kv, norm) in zip(of_tokens, of_start, strict=True):
-        own: tuple[Tensor, ...] = power_state(
-            own_k, own_v, own_log_g, degree=options.degree, chunk_size=options.chunk_size
-        )
-        if own_log_g is not None:
-            # Log gates are summed in float64, because the sums run over a whole sequence.
-            own = (*own, own_log_g.double().sum(dim=1))
-        first = None if kv is None else PowerState(kv, norm)
-        states.append(begin_state_before(part, own, _composed, first))
-    mixed = [
-        power_attention(*tokens, initial_state=state(), **options._asdict())[0]
-        for tokens, state in zip(of_tokens, states, strict=True)
-    ]
-    return torch.cat(mixed, dim=2)
+    own: tuple[Tensor, ...] = power_state(
+        k, v, log_g, degree=options.degree, chunk_size=options.chunk_size
+    )
+    if log_g is not None:
+        # Log gates are summed in float64, because the sums run over a whole sequence.
+        own = (*own, log_g.double().sum(dim=1))
+    state = state_before(part, own, _composed, start)
+    mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **options._asdict())
+    return mixed
 
 
 def _composed(every: tuple[Tensor, ...], start: PowerState | None) -> PowerState:

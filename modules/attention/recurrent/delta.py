@@ -1,8 +1,6 @@
 """Attention with the delta rule: what the kinds share whose state decays by head or channel."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from longhaul.modules.attention.base import (
     RotaryConfig,
     overwrite,
 )
-from longhaul.modules.attention.parts.context_parallel import begin_state_before, in_halves
+from longhaul.modules.attention.parts.context_parallel import state_before
 from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.parts.qkv import check_groups
 from longhaul.modules.attention.power import for_each_query_head
@@ -182,25 +180,21 @@ class DeltaAttention(Attention):
         memory: Float[Tensor, "B H P V"] | None,
         keep_state: bool,
     ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P V"] | None]:
-        op: Callable[..., tuple[Tensor, Tensor | None]] = partial(
-            delta_rule,
+        if self.sequence_part is not None:
+            own = delta_summary(k, v, beta, log_g, chunk_size=self.chunk_size)
+            memory = state_before(self.sequence_part, own, _after_parts, None)
+        return delta_rule(
+            q,
+            k,
+            v,
+            beta,
+            log_g,
             scale=self.scale,
+            initial_state=memory,
             output_final_state=keep_state,
             chunk_size=self.chunk_size,
             backend=self.backend if runs_on_fla(v.device, v.dtype) else "auto",
         )
-        if self.sequence_part is None:
-            return op(q, k, v, beta, log_g, initial_state=memory)
-        halves = in_halves(k.shape[2], q, k, v, beta, log_g)
-        states = []
-        for _, *tokens in halves:
-            own = delta_summary(*tokens, chunk_size=self.chunk_size)
-            states.append(begin_state_before(self.sequence_part, own, _after_parts, None))
-        mixed = [
-            op(*tokens, initial_state=state())[0]
-            for tokens, state in zip(halves, states, strict=True)
-        ]
-        return torch.cat(mixed, dim=2), None
 
     def check_context_parallel(self) -> None:
         """The states of parts are composed."""

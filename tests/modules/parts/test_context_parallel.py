@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -33,15 +32,15 @@ from longhaul.modules.attention import (
 )
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
-    begin_state_before,
     context_parallel_attention,
+    state_before,
 )
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
-from longhaul.pipeline.distributed.context_parallel import ContextParallel, Exchange
+from longhaul.pipeline.distributed.context_parallel import ContextParallel
 
 WORLDS = (*(pytest.param(ranks, marks=pytest.mark.wide) for ranks in (2, 3)), 4)
 TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # a part is no multiple of the chunk
@@ -167,7 +166,7 @@ def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
         for one in transitions.unbind(dim=1):
             product = one @ product
         left = multiplied(transitions, start)[1]
-        state = begin_state_before(part, (product, left), after_parts, start)()
+        state = state_before(part, (product, left), after_parts, start)
     y, _ = multiplied(transitions, state)
     (y * probe).sum().backward()
     return {"y": y.detach(), "dx": x.grad}
@@ -386,52 +385,12 @@ def test_a_window_is_sent_to_the_next_part_alone(found: list[Any]) -> None:
     assert all(sent == first + last for sent in middle)
 
 
-class LastOfTwo(ContextParallel):
-    """A part in one process, to which the first part would send zeros."""
-
-    def __init__(self) -> None:
-        self.index, self.count, self.bytes_sent = 1, 2, 0
-        self.events: list[str] = []
-        self.received: list[weakref.ref[Tensor]] = []
-
-    def all_gather(self, mine: Tensor) -> Exchange:
-        return self._begin(mine.new_zeros(self.count, mine.numel()))
-
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Exchange:
-        return self._begin(rows.new_zeros(sum(received), rows.shape[1]))
-
-    def _begin(self, received: Tensor) -> Exchange:
-        self.events.append("begin")
-        self.received.append(weakref.ref(received))
-        return Exchange(received, partial(self.events.append, "wait"))
-
-
-@pytest.mark.parametrize("kind", ["retention", "gated_linear"])
-def test_half_of_the_heads_is_exchanged_beside_the_work_of_the_other(kind: str) -> None:
-    part = LastOfTwo()
-    attention = build_attention(kind, WIDTH, HEADS)
-    attention.sequence_part = part
-    x = torch.randn(1, 4, WIDTH, requires_grad=True)
-    y, _ = attention(x, keep_state=False)
-    assert part.events == ["begin", "begin", "wait", "wait"]
-    part.events.clear()
-    y.sum().backward()
-    assert part.events == ["begin", "begin", "wait", "wait"]
-
-
-def test_what_a_rank_received_is_kept_no_longer_than_its_user_does() -> None:
-    part, own = LastOfTwo(), torch.ones(5, requires_grad=True)
-    total = part.begin_gather(own)()[0].sum()
-    assert total.requires_grad
-    assert part.received[0]() is None
-
-
 class FirstOfTwo:
     """A sequence part whose collective must not be called."""
 
     index, count = 0, 2
 
-    def begin_gather(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         raise AssertionError
 
     def gather_before(self, reach: int, *tensors: Tensor) -> tuple[Tensor, ...]:

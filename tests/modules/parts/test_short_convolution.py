@@ -1,6 +1,5 @@
 """The short convolution against its formula, in documents and in parts of a sequence."""
 
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import pytest
@@ -75,7 +74,7 @@ class Part:
     def __init__(self, index: int, parts: tuple[Tensor, ...]) -> None:
         self.index, self.count, self.parts = index, len(parts), parts
 
-    def begin_gather(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         raise AssertionError("other parts than those before need not be asked")
 
     def gather_before(self, reach: int, own: Tensor) -> tuple[Tensor]:
