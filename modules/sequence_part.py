@@ -13,8 +13,9 @@ from torch import Tensor
 class SequencePart(Protocol):
     """Which part of the sequence this rank holds, and the collectives that connect the ranks.
 
-    All ranks must call `gather` and `gather_before` equally often, in the same order and with the
-    same shapes. So whether they are called must never depend on where documents begin in a part.
+    All ranks must call `gather`, `gather_before` and `exchange` equally often, in the same order
+    and with the same shapes. So whether they are called must never depend on where documents begin
+    in a part.
     """
 
     index: int
@@ -34,4 +35,10 @@ class SequencePart(Protocol):
 
         There are fewer at the start of the sequence, before the first part none. Gradients are
         those of `gather`.
+        """
+
+    def exchange(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """What all parts send to this one, (count, *shape), where row r of a tensor goes to part r.
+
+        Gradients return to the part that sent the row.
         """

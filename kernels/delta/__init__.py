@@ -2,6 +2,6 @@
 then README.md."""
 
 from longhaul.kernels.delta.op import delta_rule, delta_rule_step
-from longhaul.kernels.delta.summary import delta_summary, state_after
+from longhaul.kernels.delta.summary import delta_summary
 
-__all__ = ["delta_rule", "delta_rule_step", "delta_summary", "state_after"]
+__all__ = ["delta_rule", "delta_rule_step", "delta_summary"]

@@ -1,4 +1,4 @@
-"""What a stretch of tokens does to a state, and the state after several stretches.
+"""What a stretch of tokens does to a state.
 
 Over any stretch the state after it is M S + E with S the state before it: README.md, section 6.
 """
@@ -39,21 +39,3 @@ def delta_summary(
         k, F.pad(v, (0, K)), beta, log_g, start, chunk_size=chunk_size, backend=backend
     )
     return after[..., V:], after[..., :V]
-
-
-def state_after(
-    transitions: Float[Tensor, "N B H K K"],
-    added: Float[Tensor, "N B H K V"],
-    start: Float[Tensor, "B H K V"] | None = None,
-) -> Float[Tensor, "B H K V"]:
-    """The state after N stretches in their order, perhaps none, from their summaries M and E.
-
-    Args:
-        transitions, added: M and E of every stretch.
-        start: the state before the first one; None where that is zero.
-    """
-    state = added.new_zeros(added.shape[1:]) if start is None else start
-    with torch.autocast(added.device.type, enabled=False):
-        for M, E in zip(transitions, added, strict=True):
-            state = M @ state + E
-    return state

@@ -40,6 +40,10 @@ class ContextParallel:
         """
         return _GatherBefore.apply(self, reach, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
+    def exchange(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Send row r of each tensor (count, *shape) to rank r. Gradients return the same way."""
+        return _Exchange.apply(self, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+
     def all_gather(self, mine: Tensor) -> Tensor:
         """All-gather (bytes,) to (count, bytes)."""
         every = mine.new_empty(self.count, mine.numel())
@@ -100,6 +104,26 @@ class _GatherBefore(torch.autograd.Function):
         return None, None, *_sent_back(ctx.parts, gradients, needs, layout, before, after)
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.parts = parts
+        ctx.layout = [(x.shape[1:], x.dtype) for x in tensors]
+        once = [1] * parts.count
+        rows = parts.all_to_all(_pack(list(tensors), ctx.layout), once, once)
+        return tuple(_unpack(rows, ctx.layout))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        once = [1] * ctx.parts.count
+        layout = _needed(ctx.layout, needs)
+        wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
+        found = iter(_unpack(ctx.parts.all_to_all(_pack(wanted, layout), once, once), layout))
+        return None, *(next(found) if need else None for need in needs)
+
+
 def _sent_back(
     parts: ContextParallel,
     gradients: tuple[Tensor, ...],
@@ -109,7 +133,7 @@ def _sent_back(
     received: list[int],
 ) -> Iterator[Tensor | None]:
     """The gradient of each tensor that needs one, from the ranks that used it."""
-    layout = [one for one, need in zip(layout, needs, strict=True) if need]
+    layout = _needed(layout, needs)
     wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
     # Exchanged and then summed in rank order, because a reduce-scatter guarantees no order and
     # takes one dtype at a time.
@@ -119,6 +143,10 @@ def _sent_back(
 
 
 _Layout = list[tuple[torch.Size, torch.dtype]]
+
+
+def _needed(layout: _Layout, needs: tuple[bool, ...]) -> _Layout:
+    return [one for one, need in zip(layout, needs, strict=True) if need]
 
 
 def _pack(tensors: list[Tensor], layout: _Layout) -> Tensor:

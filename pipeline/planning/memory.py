@@ -147,7 +147,7 @@ class Planner:
 
 
 class _LastPart(ContextParallel):
-    """The last part of a sequence, whose rank holds most: the states of all earlier parts.
+    """The last part of a sequence, whose rank holds most: the keys and values of all earlier parts.
 
     What the other ranks would send is never read.
     """

@@ -1,40 +1,48 @@
 """Context parallelism: the state before a part of a sequence, and power attention on the part."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree  # torch has no public name for it yet
 
 from longhaul.kernels import PowerState, power_attention, power_state
 from longhaul.modules.sequence_part import SequencePart
 
-State = TypeVar("State")
+Rows = tuple[Tensor, ...]
+"""Tensors (R, ...) of rows that do not depend on each other."""
 
 
 def state_before(
-    part: SequencePart,
-    own: tuple[Tensor, ...],
-    compose: Callable[[tuple[Tensor, ...], State | None], State],
-    start: State | None,
-) -> State:
+    part: SequencePart, own: Rows, start: Rows, after: Callable[[Rows, Rows], Rows]
+) -> Rows:
     """The state before the first token of this part.
 
-    Only `own` is exchanged between ranks.
+    Each rank has a share of the rows, of which it computes the state before every part. So a rank
+    sends its `own` once and a state once, however many ranks there are, and holds no more.
 
     Args:
         part: which part of the sequence this rank has.
         own: what the tokens of this part make of a state, for example a transition and the state
-            that they leave when they start from zero: tensors of B rows. A document that begins in
-            the part makes the transition zero.
-        compose: from each of those tensors of all earlier parts, (parts, B, ...) in their order,
-            perhaps none, and `start`, the state after those parts.
-        start: the state at the beginning of the sequence, None where that is zero.
+            that they leave when they start from zero. A document that begins in the part makes the
+            transition zero.
+        start: the state at the beginning of the sequence.
+        after: the state after a part, from some rows of its `own` and of the state before it.
     """
-    every = tuple(one[: part.index] for one in part.gather(*own))
-    return attached(compose(every, start), every)
+    rows = own[0].shape[0]
+    share = -(-rows // part.count)
+
+    def shares(x: Tensor) -> Tensor:
+        missing = x.new_zeros(part.count * share - rows, *x.shape[1:])
+        return torch.cat([x, missing]).view(part.count, share, *x.shape[1:])
+
+    every = part.exchange(*map(shares, own))
+    states = [tuple(shares(x)[part.index] for x in start)]
+    for index in range(part.count - 1):
+        states.append(after(tuple(x[index] for x in every), states[-1]))
+    before = part.exchange(*map(torch.stack, zip(*states, strict=True)))
+    return tuple(x.flatten(0, 1)[:rows] for x in before)
 
 
 def tokens_before(
@@ -57,22 +65,21 @@ def tokens_before(
     else:
         reach = -(-most // own[0].shape[1])
         earlier = part.gather_before(reach, *(one[:, -most:] for one in own))
-    joined = tuple(
+    joined = (
         torch.cat([one.movedim(0, 1).flatten(1, 2)[:, -most:], mine], dim=1)
         for one, mine in zip(earlier, own, strict=True)
     )
-    return attached(joined, earlier)
+    return _attached(joined, earlier)
 
 
-def attached(x: State, others: tuple[Tensor, ...]) -> State:
-    """x, whose backward pass also reaches `others`.
+def _attached(tensors: Iterable[Tensor], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors, whose backward pass also reaches `others`.
 
     A part without earlier ones does not depend on what it gathered. Its rank must take part in the
     collective of the backward pass all the same, or the other ranks would wait for it.
     """
     attach: Callable[..., Any] = _Attached.apply
-    result: State = pytree.tree_map(lambda one: attach(one, *others), x)
-    return result
+    return tuple(attach(one, *others) for one in tensors)
 
 
 class _Attached(torch.autograd.Function):
@@ -111,40 +118,24 @@ def context_parallel_attention(
     `start` is the state at the beginning of every sequence, None where that is zero. Documents
     within a sequence are separated by gates of zero.
     """
-    own: tuple[Tensor, ...] = power_state(
-        k, v, log_g, degree=options.degree, chunk_size=options.chunk_size
-    )
+    kv, norm = power_state(k, v, log_g, degree=options.degree, chunk_size=options.chunk_size)
+    own: Rows = kv.flatten(0, 2), norm.flatten()
     if log_g is not None:
-        # Log gates are summed in float64, because the sums run over a whole sequence.
-        own = (*own, log_g.double().sum(dim=1))
-    state = state_before(part, own, _composed, start)
+        # Log gates are summed in float64, because the sums run over a whole part.
+        log_decay = log_g.double().sum(dim=1)
+        own = (*own, log_decay[..., None].expand_as(norm).flatten())
+    if start is None:
+        start = PowerState(torch.zeros_like(kv), torch.zeros_like(norm))
+    before = state_before(part, own, (start.kv.flatten(0, 2), start.norm.flatten()), _after_part)
+    state = PowerState(*(x.view_as(like) for x, like in zip(before, (kv, norm), strict=True)))
     mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **options._asdict())
     return mixed
 
 
-def _composed(every: tuple[Tensor, ...], start: PowerState | None) -> PowerState:
-    """The state after all earlier parts.
-
-    Let S be the state at the beginning of the sequence, S_j the state that the tokens of part j
-    leave when they start from zero, and D_j the sum of their log gates. The state before part r is
-
-        exp(D_0 + ... + D_(r-1)) S + sum_(j < r) exp(D_(j+1) + ... + D_(r-1)) S_j
-    """
-    every_kv, every_norm, *gates = every
-    if gates:
-        # The decays are exp of sums, not of differences, because a full reset is a sum of -inf.
-        log_decay = gates[0]
-        after = torch.cat([log_decay, log_decay.new_zeros(1, *log_decay.shape[1:])])
-        decay = after.flip(0).cumsum(dim=0).flip(0).exp().to(every_kv.dtype)  # (parts + 1, B, H)
-        kv = (decay[1:, ..., None, None] * every_kv).sum(dim=0)
-        norm = (decay[1:, ..., None] * every_norm).sum(dim=0)
-        decay_of_start = decay[0]
-    else:
-        kv, norm = every_kv.sum(dim=0), every_norm.sum(dim=0)
-        decay_of_start = kv.new_ones(kv.shape[:2])
-    if start is None:
-        return PowerState(kv, norm)
-    return PowerState(
-        kv + decay_of_start[..., None, None] * start.kv,
-        norm + decay_of_start[..., None] * start.norm,
-    )
+def _after_part(own: Rows, state: Rows) -> Rows:
+    """exp(D) S + S_own, with D the sum of the part's log gates: that of a full reset is -inf."""
+    kv, norm, *log_decay = own
+    if not log_decay:
+        return kv + state[0], norm + state[1]
+    decay = log_decay[0].exp().to(kv.dtype)
+    return torch.addcmul(kv, decay[:, None], state[0]), torch.addcmul(norm, decay, state[1])

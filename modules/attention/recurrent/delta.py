@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from longhaul.kernels.common.custom_ops import without_autocast
-from longhaul.kernels.delta import delta_rule, delta_rule_step, delta_summary, state_after
+from longhaul.kernels.delta import delta_rule, delta_rule_step, delta_summary
 from longhaul.kernels.delta.cost import choose_chunk_size, delta_flops
 from longhaul.kernels.delta.fla import runs_on_fla
 from longhaul.modules.attention.base import (
@@ -19,7 +19,7 @@ from longhaul.modules.attention.base import (
     RotaryConfig,
     overwrite,
 )
-from longhaul.modules.attention.parts.context_parallel import state_before
+from longhaul.modules.attention.parts.context_parallel import Rows, state_before
 from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.parts.qkv import check_groups
 from longhaul.modules.attention.power import for_each_query_head
@@ -181,8 +181,11 @@ class DeltaAttention(Attention):
         keep_state: bool,
     ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H P V"] | None]:
         if self.sequence_part is not None:
-            own = delta_summary(k, v, beta, log_g, chunk_size=self.chunk_size)
-            memory = state_before(self.sequence_part, own, _after_parts, None)
+            transition, added = delta_summary(k, v, beta, log_g, chunk_size=self.chunk_size)
+            own = transition.flatten(0, 1), added.flatten(0, 1)
+            start = (torch.zeros_like(own[1]),)
+            (before,) = state_before(self.sequence_part, own, start, _after_part)
+            memory = before.view_as(added)
         return delta_rule(
             q,
             k,
@@ -274,10 +277,11 @@ class DeltaAttention(Attention):
         return self.num_heads * self.num_features * self.value_dim
 
 
-def _after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Float[Tensor, "B H K V"]:
-    """The state after all earlier parts, from the summary of each."""
-    transitions, added = every
-    return state_after(transitions, added, start)
+def _after_part(own: Rows, state: Rows) -> Rows:
+    """M S + E, from the summary M and E of a part and the state S before it."""
+    transition, added = own
+    with without_autocast(added):
+        return (transition @ state[0] + added,)
 
 
 def _unit(x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longhaul.kernels import delta_rule
-from longhaul.kernels.delta import delta_summary, state_after
+from longhaul.kernels.delta import delta_summary
 
 T, H, G, K, V = 48, 4, 2, 6, 5
 
@@ -25,11 +25,11 @@ def in_parts(x: list[Tensor | None], start: Tensor | None, count: int, **how: An
     """The output, where each part knows only its own tokens and the summaries of earlier parts."""
     parts = [[None] * count if one is None else one.chunk(count, dim=1) for one in x]
     every = list(zip(*parts, strict=True))
-    summaries = [delta_summary(*part[1:], **how) for part in every]
-    outputs = []
-    for n, part in enumerate(every):
-        M, E = (torch.stack(one)[:n] for one in zip(*summaries, strict=True))
-        outputs.append(delta_rule(*part, initial_state=state_after(M, E, start), **how)[0])
+    outputs, state = [], x[2].new_zeros(2, H, K, V) if start is None else start  # type: ignore[union-attr]
+    for part in every:
+        M, E = delta_summary(*part[1:], **how)
+        outputs.append(delta_rule(*part, initial_state=state, **how)[0])
+        state = M @ state + E
     return torch.cat(outputs, dim=1)
 
 

@@ -144,11 +144,9 @@ def multiplied(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(states[1:], dim=1), states[-1]
 
 
-def after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Tensor:
-    assert start is not None
-    for transition, state in zip(*every, strict=True):
-        start = transition @ start + state
-    return start
+def after_part(own: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    transition, added = own
+    return (transition @ state[0] + added,)
 
 
 def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
@@ -166,7 +164,7 @@ def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
         for one in transitions.unbind(dim=1):
             product = one @ product
         left = multiplied(transitions, start)[1]
-        state = state_before(part, (product, left), after_parts, start)
+        (state,) = state_before(part, (product, left), (start,), after_part)
     y, _ = multiplied(transitions, state)
     (y * probe).sum().backward()
     return {"y": y.detach(), "dx": x.grad}
@@ -249,6 +247,7 @@ def every_case(part: ContextParallel) -> dict[str, Results]:
     }
     window = partial(layer, "sliding_window", {"window": 4}, None, part)
     sent["window"] = bytes_sent(part, window)
+    sent["states"] = bytes_sent(part, partial(layer, "retention", {}, None, part))
     return results | {"bytes": sent}
 
 
@@ -379,6 +378,16 @@ def test_communication_does_not_grow_with_the_sequence(found: list[Any]) -> None
         assert rank["bytes"]["1 T"] == rank["bytes"]["4 T"] > 0
 
 
+def test_a_rank_sends_two_states_each_way_however_many_ranks_there_are(found: list[Any]) -> None:
+    head_dim = WIDTH // HEADS
+    rows = 2 * HEADS * head_dim  # of two sequences
+    # What a part makes of a state, and the state, have values and a norm; there and back.
+    numbers = rows * (4 * (head_dim + 1) + 1)  # and a log decay, without a gradient
+    for rank in found:
+        others = (len(found) - 1) / len(found)
+        assert rank["bytes"]["states"] <= 1.1 * others * 8 * numbers
+
+
 def test_a_window_is_sent_to_the_next_part_alone(found: list[Any]) -> None:
     first, *middle, last = (rank["bytes"]["window"] for rank in found)
     assert first > last > 0, "the first sends keys and values, the last their gradients"
@@ -394,6 +403,9 @@ class FirstOfTwo:
         raise AssertionError
 
     def gather_before(self, reach: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError
+
+    def exchange(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         raise AssertionError
 
 

@@ -77,6 +77,9 @@ class Part:
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         raise AssertionError("other parts than those before need not be asked")
 
+    def exchange(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError("a window has no state")
+
     def gather_before(self, reach: int, own: Tensor) -> tuple[Tensor]:
         kept = own.shape[1]
         assert torch.equal(own, self.parts[self.index][:, -kept:])

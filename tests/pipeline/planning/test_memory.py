@@ -229,7 +229,7 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(strategy: str
     settings = MemorySettings(strategy=strategy, stage=2 if strategy == "deepspeed" else None)
     whole = one.plan(MemorySettings(strategy="single"))
     part = shared.plan(settings)
-    # Each rank also holds the states of the earlier parts.
+    # Each rank also holds the states that it exchanges.
     assert part.activations < 0.6 * whole.activations
     alone = Planner(config(*SMALL, *LONG, "optim.tokens_per_update=4096", ranks=4)).plan(settings)
     states = part.sent - alone.sent
