@@ -4,6 +4,7 @@ A sequence is split into equal contiguous parts, one per rank. A rank sees the t
 part only.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -37,8 +38,11 @@ class SequencePart(Protocol):
         those of `gather`.
         """
 
-    def exchange(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What all parts send to this one, (count, *shape), where row r of a tensor goes to part r.
+    def exchange(
+        self, sent: Sequence[int], received: Sequence[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The rows that all parts send to this one, in the order of parts.
 
+        The next sent[r] rows of each tensor go to part r, and received[r] rows come from it.
         Gradients return to the part that sent the row.
         """

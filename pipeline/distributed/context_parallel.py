@@ -1,16 +1,12 @@
 """Context parallelism: each rank of a process group holds one part of every sequence."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-# In the buffer that is sent, tensors start at multiples of this many bytes: a view as another dtype
-# needs an aligned start.
-_ALIGNMENT = 16
 
 
 class ContextParallel:
@@ -40,9 +36,14 @@ class ContextParallel:
         """
         return _GatherBefore.apply(self, reach, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
-    def exchange(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Send row r of each tensor (count, *shape) to rank r. Gradients return the same way."""
-        return _Exchange.apply(self, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    def exchange(
+        self, sent: Sequence[int], received: Sequence[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Send the next sent[r] rows of each tensor to rank r, and receive received[r] from it.
+
+        Gradients return the same way.
+        """
+        return _Exchange.apply(self, sent, received, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_gather(self, mine: Tensor) -> Tensor:
         """All-gather (bytes,) to (count, bytes)."""
@@ -52,7 +53,7 @@ class ContextParallel:
         self.bytes_sent += (self.count - 1) * mine.numel()
         return every
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the next sent[r] rows to rank r, for each r, and receive received[r] rows from it.
 
         Rows are (n, bytes); those received are in the order of ranks.
@@ -79,7 +80,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         once = [1] * ctx.parts.count
         needs = ctx.needs_input_grad[1:]
-        return None, *_sent_back(ctx.parts, gradients, needs, ctx.layout, once, once)
+        found = _sent_back(ctx.parts, gradients, needs, ctx.layout, once, once)
+        return None, *_summed(found)
 
 
 class _GatherBefore(torch.autograd.Function):
@@ -101,27 +103,30 @@ class _GatherBefore(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
         layout, before, after = ctx.layout, ctx.before, ctx.after
-        return None, None, *_sent_back(ctx.parts, gradients, needs, layout, before, after)
+        found = _sent_back(ctx.parts, gradients, needs, layout, before, after)
+        return None, None, *_summed(found)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.parts = parts
+    def forward(
+        ctx: Any,
+        parts: ContextParallel,
+        sent: Sequence[int],
+        received: Sequence[int],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.sent, ctx.received = parts, sent, received
         ctx.layout = [(x.shape[1:], x.dtype) for x in tensors]
-        once = [1] * parts.count
-        rows = parts.all_to_all(_pack(list(tensors), ctx.layout), once, once)
+        rows = parts.all_to_all(_pack(list(tensors), ctx.layout), sent, received)
         return tuple(_unpack(rows, ctx.layout))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        once = [1] * ctx.parts.count
-        layout = _needed(ctx.layout, needs)
-        wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
-        found = iter(_unpack(ctx.parts.all_to_all(_pack(wanted, layout), once, once), layout))
-        return None, *(next(found) if need else None for need in needs)
+        needs = ctx.needs_input_grad[3:]
+        found = _sent_back(ctx.parts, gradients, needs, ctx.layout, ctx.received, ctx.sent)
+        return None, None, None, *found
 
 
 def _sent_back(
@@ -129,30 +134,27 @@ def _sent_back(
     gradients: tuple[Tensor, ...],
     needs: tuple[bool, ...],
     layout: "_Layout",
-    sent: list[int],
-    received: list[int],
-) -> Iterator[Tensor | None]:
-    """The gradient of each tensor that needs one, from the ranks that used it."""
-    layout = _needed(layout, needs)
+    sent: Sequence[int],
+    received: Sequence[int],
+) -> list[Tensor | None]:
+    """The rows of the gradient of each tensor that needs one, from the ranks that used it."""
+    layout = [one for one, need in zip(layout, needs, strict=True) if need]
     wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
-    # Exchanged and then summed in rank order, because a reduce-scatter guarantees no order and
-    # takes one dtype at a time.
-    found = parts.all_to_all(_pack(wanted, layout), sent, received)
-    sums = iter(x.sum(dim=0) for x in _unpack(found, layout))
-    return (next(sums) if need else None for need in needs)
+    found = iter(_unpack(parts.all_to_all(_pack(wanted, layout), sent, received), layout))
+    return [next(found) if need else None for need in needs]
+
+
+def _summed(found: list[Tensor | None]) -> list[Tensor | None]:
+    """In rank order: a reduce-scatter guarantees none, and takes one dtype at a time."""
+    return [None if x is None else x.sum(dim=0) for x in found]
 
 
 _Layout = list[tuple[torch.Size, torch.dtype]]
 
 
-def _needed(layout: _Layout, needs: tuple[bool, ...]) -> _Layout:
-    return [one for one, need in zip(layout, needs, strict=True) if need]
-
-
 def _pack(tensors: list[Tensor], layout: _Layout) -> Tensor:
     """Tensors (rows, *shape), with the shapes and dtypes of the layout, as one (rows, bytes)."""
-    size = sum(_aligned_bytes(*one) for one in layout)
-    rows = tensors[0].new_zeros(tensors[0].shape[0], size, dtype=torch.uint8)
+    rows = tensors[0].new_zeros(tensors[0].shape[0], sum(_sizes(layout)), dtype=torch.uint8)
     for place, x in zip(_unpack(rows, layout), tensors, strict=True):
         place.copy_(x)
     return rows
@@ -161,12 +163,17 @@ def _pack(tensors: list[Tensor], layout: _Layout) -> Tensor:
 def _unpack(rows: Tensor, layout: _Layout) -> list[Tensor]:
     """Views of the buffer as tensors (rows, *shape)."""
     tensors, start = [], 0
-    for shape, dtype in layout:
+    for (shape, dtype), size in zip(layout, _sizes(layout), strict=True):
         piece = rows[:, start : start + shape.numel() * dtype.itemsize].view(dtype)
         tensors.append(piece.unflatten(1, shape) if shape else piece[:, 0])
-        start += _aligned_bytes(shape, dtype)
+        start += size
     return tensors
 
 
-def _aligned_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    return -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+def _sizes(layout: _Layout) -> list[int]:
+    """Bytes of each tensor in a row, multiples of the widest number.
+
+    A view as another dtype needs a start that is aligned to it.
+    """
+    widest = max(dtype.itemsize for _, dtype in layout)
+    return [-(-shape.numel() * dtype.itemsize // widest) * widest for shape, dtype in layout]

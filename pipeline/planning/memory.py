@@ -7,7 +7,7 @@ documentation.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -159,7 +159,7 @@ class _LastPart(ContextParallel):
         self.bytes_sent += (self.count - 1) * mine.numel()
         return mine.new_empty(self.count, mine.numel())
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         # No part comes after the last one, but those in the middle send as much as they receive.
         others = max(sum(x) - x[self.index] for x in (sent, received))
         self.bytes_sent += others * rows.shape[1]

@@ -468,7 +468,7 @@ if "train" in sys.orig_argv:
     def manual_backward(self, loss):
         # Not from the garbage collector: while it lists a tuple that the thread that imports MLflow
         # still fills, that import fails.
-        requests = next(one.requests for one in self.trainer.callbacks if hasattr(one, "requests"))
+        (requests,) = [x.requests for x in self.trainer.callbacks if hasattr(x, "requests")]
         if {when}:
             {what}
         original(self, loss)

@@ -11,7 +11,7 @@ from longhaul.kernels import PowerState, power_attention, power_state
 from longhaul.modules.sequence_part import SequencePart
 
 Rows = tuple[Tensor, ...]
-"""Tensors (R, ...) of rows that do not depend on each other."""
+"""Tensors (R, ...) of R rows that do not depend on each other."""
 
 
 def state_before(
@@ -19,8 +19,9 @@ def state_before(
 ) -> Rows:
     """The state before the first token of this part.
 
-    Each rank has a share of the rows, of which it computes the state before every part. So a rank
-    sends its `own` once and a state once, however many ranks there are, and holds no more.
+    Each rank has a share of the rows, of which it computes the state before every part. So in the
+    forward pass a rank sends its `own` once and a state once, however many ranks there are; in the
+    backward pass, the gradients of both.
 
     Args:
         part: which part of the sequence this rank has.
@@ -28,21 +29,20 @@ def state_before(
             that they leave when they start from zero. A document that begins in the part makes the
             transition zero.
         start: the state at the beginning of the sequence.
-        after: the state after a part, from some rows of its `own` and of the state before it.
+        after: the state after a part, from its `own` and the state before it. It is given some of
+            the rows, perhaps none, and is not told which.
     """
     rows = own[0].shape[0]
-    share = -(-rows // part.count)
-
-    def shares(x: Tensor) -> Tensor:
-        missing = x.new_zeros(part.count * share - rows, *x.shape[1:])
-        return torch.cat([x, missing]).view(part.count, share, *x.shape[1:])
-
-    every = part.exchange(*map(shares, own))
-    states = [tuple(shares(x)[part.index] for x in start)]
-    for index in range(part.count - 1):
-        states.append(after(tuple(x[index] for x in every), states[-1]))
-    before = part.exchange(*map(torch.stack, zip(*states, strict=True)))
-    return tuple(x.flatten(0, 1)[:rows] for x in before)
+    shares = [rows // part.count + (index < rows % part.count) for index in range(part.count)]
+    share = shares[part.index]
+    every = part.exchange(shares, [share] * part.count, *own)
+    *earlier, _ = zip(*(x.unflatten(0, (part.count, share)) for x in every), strict=True)
+    # Copied, as a view would keep all rows.
+    states = [tuple(x.split(shares)[part.index].clone() for x in start)]
+    for one in earlier:
+        states.append(after(one, states[-1]))
+    before = map(torch.cat, zip(*states, strict=True))
+    return part.exchange([share] * part.count, shares, *before)
 
 
 def tokens_before(
@@ -119,23 +119,24 @@ def context_parallel_attention(
     within a sequence are separated by gates of zero.
     """
     kv, norm = power_state(k, v, log_g, degree=options.degree, chunk_size=options.chunk_size)
-    own: Rows = kv.flatten(0, 2), norm.flatten()
-    if log_g is not None:
+    if log_g is None:
+        decay = torch.ones_like(norm)
+    else:
         # Log gates are summed in float64, because the sums run over a whole part.
-        log_decay = log_g.double().sum(dim=1)
-        own = (*own, log_decay[..., None].expand_as(norm).flatten())
+        total = log_g.double().sum(dim=1).exp().to(norm.dtype)
+        decay = total[..., None].expand_as(norm)
+    own = torch.cat([kv, norm[..., None], decay[..., None]], dim=-1).flatten(0, 2)
     if start is None:
-        start = PowerState(torch.zeros_like(kv), torch.zeros_like(norm))
-    before = state_before(part, own, (start.kv.flatten(0, 2), start.norm.flatten()), _after_part)
-    state = PowerState(*(x.view_as(like) for x, like in zip(before, (kv, norm), strict=True)))
+        first = own.new_zeros(()).expand(own.shape[0], own.shape[1] - 1)
+    else:
+        first = torch.cat([start.kv, start.norm[..., None]], dim=-1).flatten(0, 2)
+    (before,) = state_before(part, (own,), (first,), _after_part)
+    state = PowerState(before[:, :-1].reshape(kv.shape), before[:, -1].reshape(norm.shape))
     mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **options._asdict())
     return mixed
 
 
 def _after_part(own: Rows, state: Rows) -> Rows:
-    """exp(D) S + S_own, with D the sum of the part's log gates: that of a full reset is -inf."""
-    kv, norm, *log_decay = own
-    if not log_decay:
-        return kv + state[0], norm + state[1]
-    decay = log_decay[0].exp().to(kv.dtype)
-    return torch.addcmul(kv, decay[:, None], state[0]), torch.addcmul(norm, decay, state[1])
+    """exp(D) S + S_own in each row, with D the sum of the part's log gates: -inf for a reset."""
+    (added, decay), (before,) = own[0].split([own[0].shape[1] - 1, 1], dim=1), state
+    return (torch.addcmul(added, decay, before),)

@@ -39,6 +39,8 @@ class TimeStep(Float32Parameters):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.A_log.is_meta:
+            return  # As in meta_device.py.
         # Drawn in float32 whatever the dtype of the parameters: 16 bits would round a rate to 0.
         rate = torch.empty_like(self.A_log, dtype=torch.float32).uniform_(*self.rates)
         # A rate below the draw's resolution would have a log of -inf.

@@ -183,7 +183,7 @@ class DeltaAttention(Attention):
         if self.sequence_part is not None:
             transition, added = delta_summary(k, v, beta, log_g, chunk_size=self.chunk_size)
             own = transition.flatten(0, 1), added.flatten(0, 1)
-            start = (torch.zeros_like(own[1]),)
+            start = (added.new_zeros(()).expand_as(own[1]),)
             (before,) = state_before(self.sequence_part, own, start, _after_part)
             memory = before.view_as(added)
         return delta_rule(
