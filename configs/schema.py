@@ -52,7 +52,7 @@ class TrainerConfig:
     """Number of parameters below which every rank holds the whole model, 0 or more; fsdp only."""
 
     context_parallel: AtLeastOne = 1
-    """Ranks that share each sequence, a divisor of ranks and context; 1 for quadratic kinds."""
+    """Ranks that share each sequence, a divisor of ranks and context; degree 4 at most above 1."""
 
     activation_checkpointing: Annotated[int, Field(ge=0)] | Literal["light"] = 0
     """n: recompute every n-th block in the backward pass; light: all but products; 0: none."""

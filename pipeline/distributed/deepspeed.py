@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -35,8 +34,6 @@ class DeepSpeedZero(Resumable, LaunchesRanks, DeepSpeedStrategy):
     def __init__(
         self, config: RunConfig, devices: list[torch.device], connecting: Connecting
     ) -> None:
-        # DeepSpeed uses torch functions that have been renamed; each call warns.
-        warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
         self._gpu = devices[0].type == "cuda"
         # This rank's tensors of a checkpoint. The same for every save, since for each of them the
         # save has a page-locked copy, which is slow to allocate.

@@ -78,7 +78,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     )
     use_private_caches()
     seed_everything(config.trainer.seed, verbose=False)
-    _silence_lightning()
+    _silence_libraries()
     check_launched(config.trainer)
     check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
@@ -398,8 +398,10 @@ def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
         handler.close()
 
 
-def _silence_lightning() -> None:
-    """Suppress Lightning's advice about features that this trainer does not use."""
+def _silence_libraries() -> None:
+    """Suppress advice about features of Lightning that this trainer does not use, and old names."""
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
+    # DeepSpeed, FSDP and context parallelism use functions that torch 2.13 has renamed.
+    warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
