@@ -33,16 +33,17 @@ from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.runs.exported import exported_model, exported_weights
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
-# The head is another one than in its row: tied or not.
-TURNED = [name for name in CASES if name != "Llama tied"]
 # As in its row, `make test` has these.
 EVERYDAY = ("Llama", "Qwen3 yarn", "Gemma3Text", "GPT2", "OlmoHybrid")
+# The head is another one than in its row: tied or not.
+TURNED = [
+    pytest.param(name, True, marks=pytest.mark.wide if name in EVERYDAY else pytest.mark.soak)
+    for name in CASES
+    if name != "Llama tied"
+]
 every_case = pytest.mark.parametrize(
     ("name", "is_turned"),
-    everyday(
-        [(name, False) for name in CASES] + [(name, True) for name in TURNED],
-        [(name, False) for name in EVERYDAY],
-    ),
+    everyday([(name, False) for name in CASES], [(name, False) for name in EVERYDAY]) + TURNED,
 )
 
 

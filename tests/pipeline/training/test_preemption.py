@@ -93,7 +93,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run: Run, undistu
     assert_same_end(run, undisturbed)
 
 
-@pytest.mark.wide
+@pytest.mark.soak
 def test_stopped_and_killed_a_run_of_muon_ends_with_the_same_weights(make_run: Any) -> None:
     options = ("optim.name=muon", "trainer.strategy=fsdp")
     whole, run = make_run(), make_run()
