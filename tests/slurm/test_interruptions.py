@@ -101,7 +101,7 @@ def test_interruptions_lead_to_the_same_weights(
         assert times_saved() == before + 1 or name not in ("signal", "preemption")
     # At times Slurm ends, and queues again, once more: it tells a node that came back of a job that
     # was killed there, and means the one of the same number that is running.
-    cluster.wait(job, "COMPLETED", 120)
+    cluster.wait(job, "COMPLETED", 240)
     found, wanted = work.weights(), undisturbed.weights()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     work.assert_one_clean_run()
