@@ -23,8 +23,9 @@ from longhaul.datamodules.files.untrusted import (
     read_regular,
     sha256_of,
 )
+from longhaul.pipeline.checkpoints.shards import Shard, Shards, merge, shards_of
 from longhaul.pipeline.checkpoints.tensor_header import read_header
-from longhaul.pipeline.checkpoints.together import ask_first_rank, gather, place_in
+from longhaul.pipeline.checkpoints.together import ask_first_rank, gather_on_first, place_in
 
 FORMAT = 3
 CHECKSUMS = "checksums.json"
@@ -65,6 +66,16 @@ class _Checksums:
                 raise ValueError(f"files: found {name!r}, wanted {STATE} or a file of tensors")
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint's files hold."""
+
+    files: list[str]
+    """Their names."""
+    tensors: dict[str, Shards]
+    """All tensors of the files that were verified; a shard's file is its position in `files`."""
+
+
 def write_state_and_checksums(
     folder: Path, state: Mapping[str, Any], tensor_files: Mapping[str, Any]
 ) -> None:
@@ -78,14 +89,14 @@ def verify(
     path: Path,
     only: Collection[str] | None = None,
     rank_group: dist.ProcessGroup | None = None,
-) -> list[str]:
-    """Compare a checkpoint's files with its checksums, and return the names of the files compared.
+) -> Contents:
+    """Compare a checkpoint's files with its checksums, and return what these files hold.
 
     Args:
         path: a checkpoint folder.
         only: hash only these groups of tensors, and state.json. None hashes all files.
-        rank_group: process group of the ranks that all call this, each of which hashes a share of
-            the files. None for one process, which hashes all.
+        rank_group: process group of the ranks that all call this, each of which reads a share of
+            the files. None for one process, which reads all.
 
     Raises:
         CheckpointError: on all ranks, naming the first file that is missing or damaged.
@@ -93,17 +104,28 @@ def verify(
     checksums = ask_first_rank(rank_group, partial(_checksums_of, path, only))
     share = _share(checksums, *place_in(rank_group))
     damage: tuple[int, str] | None = None
+    shards: list[dict[str, Shard]] = []
     for number, (name, expected) in enumerate(checksums.items()):
         try:
             if name in share:
                 _verify_file(path / name, expected)
+                if _TENSOR_FILE.fullmatch(name):
+                    shards.append(shards_of(number, read_header(path / name)))
         except (OSError, ValueError) as error:
             damage = number, f"{name}: {reason(error)}"
             break
-    found = [one for one in gather(rank_group, damage) if one is not None]
-    if found:
-        raise CheckpointError(f"checkpoint {path} is damaged: {min(found)[1]}")
-    return list(checksums)
+    of_ranks = gather_on_first(rank_group, (damage, shards))
+
+    def together() -> Contents:
+        if found := [damage for damage, _ in of_ranks if damage is not None]:
+            raise CheckpointError(f"checkpoint {path} is damaged: {min(found)[1]}")
+        try:
+            tensors = merge(in_file for _, shards in of_ranks for in_file in shards)
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
+        return Contents(list(checksums), tensors)
+
+    return ask_first_rank(rank_group, together)
 
 
 def _checksums_of(path: Path, only: Collection[str] | None) -> dict[str, _Checksum]:
@@ -163,8 +185,6 @@ def _verify_file(path: Path, expected: _Checksum) -> None:
     sha256 = sha256_of(path)
     if sha256 != expected.sha256:
         raise ValueError(f"found sha256 {sha256}, {CHECKSUMS} says {expected.sha256}")
-    if _TENSOR_FILE.fullmatch(path.name):
-        read_header(path).offsets()
 
 
 def checksum(path: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpo
 def _room_for(saved: SavedCheckpoint, name: str, key: str, parameter: nn.Parameter) -> Tensor:
     """An empty tensor for one entry of a parameter's saved state."""
     entry = saved.tensors[f"optimizer/{name}/{key}"]
-    dtype = entry.properties.dtype
+    dtype = entry.dtype
     shape = torch.Size() if key == "step" else parameter.shape
     if entry.size != shape or not dtype.is_floating_point:
         raise CheckpointError(

@@ -1,22 +1,24 @@
 """Reads a checkpoint's tensors, on any number of ranks."""
 
-import math
-import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular, shown
-from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, first_cause, verify
+from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular
+from longhaul.pipeline.checkpoints.integrity import (
+    STATE,
+    CheckpointError,
+    Contents,
+    reason,
+    verify,
+)
+from longhaul.pipeline.checkpoints.shards import Part
 from longhaul.pipeline.checkpoints.together import gather
 
 _State = TypeVar("_State")
@@ -31,7 +33,7 @@ class SavedCheckpoint:
         path: Path,
         *groups: str,
         rank_group: dist.ProcessGroup | None = None,
-        verified: list[str] | None = None,
+        verified: Contents | None = None,
     ) -> None:
         """Verify the checksums of the groups of tensors that will be read.
 
@@ -40,18 +42,15 @@ class SavedCheckpoint:
             groups: such as "model". None given means all.
             rank_group: process group of the ranks that verify and read together. None for one
                 process.
-            verified: names of the checkpoint's files, if the caller has just verified them all.
+            verified: what `verify` has just returned to the caller.
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
         """
         self.path = path
         self._rank_group = rank_group
-        names = verified or verify(path, groups or None, rank_group)
-        self._reader = HuggingFaceStorageReader(str(path))
-        # Otherwise the reader would read all files of the folder, unverified ones included.
-        self._reader.fs = _ListedFiles(names)
-        self.tensors = self._read_metadata()
+        contents = verified or verify(path, groups or None, rank_group)
+        self._files, self.tensors = contents.files, contents.tensors
 
     def state(self, schema: type[_State]) -> _State:
         """What the checkpoint holds beside tensors. CheckpointError if it is something else."""
@@ -68,7 +67,7 @@ class SavedCheckpoint:
         shapes = {f"{group}/{name}": tensor.shape for name, tensor in wanted.items()}
         for name in sorted(found | shapes.keys()):
             self._check_shape(name, shapes.get(name))
-            dtype = self.tensors[name].properties.dtype
+            dtype = self.tensors[name].dtype
             if not dtype.is_floating_point:
                 raise CheckpointError(
                     f"checkpoint {self.path}: found {dtype} for {name}, wanted a floating-point "
@@ -83,20 +82,29 @@ class SavedCheckpoint:
         """
         for name, tensor in into.items():
             self._check_shape(name, tensor.shape)
-        if not into:
-            return
         cause = None
         try:
-            # Without the ranks' plans, which torch would gather although none depends on another.
-            load(dict(into), storage_reader=self._reader, no_dist=True)
-        except (Exception, CheckpointException) as error:
-            cause = first_cause(error)
+            self._read_shards(into)
+        except Exception as error:  # whatever safetensors says of a file that is gone
+            cause = reason(error)
         causes = enumerate(gather(self._rank_group, cause))
         failed = [(rank, one) for rank, one in causes if one is not None]
         if failed:
             rank, cause = failed[0]
             where = f"rank {rank}: " if len(failed) > 1 or rank else ""
             raise CheckpointError(f"checkpoint {self.path} cannot be read: {where}{cause}")
+
+    def _read_shards(self, into: Mapping[str, Tensor]) -> None:
+        """Copy what these tensors have here, file by file."""
+        copies: dict[int, list[tuple[str, Part, Tensor]]] = defaultdict(list)
+        for name, tensor in into.items():
+            offset, here = _local(tensor)
+            for file, in_shard, in_block in self.tensors[name].within(offset, here.shape):
+                copies[file].append((name, in_shard, here[in_block]))
+        for file, parts in copies.items():
+            with safe_open(self.path / self._files[file], framework="pt") as opened:
+                for name, in_shard, target in parts:
+                    target.copy_(opened.get_slice(name)[in_shard])
 
     def read_one(self, name: str) -> Tensor:
         """One full tensor, on the CPU."""
@@ -109,7 +117,7 @@ class SavedCheckpoint:
         if name not in self.tensors:
             raise CheckpointError(f"checkpoint {self.path}: found no {name}, wanted one")
         entry = self.tensors[name]
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return torch.empty(entry.size, dtype=entry.dtype)
 
     def read_group(self, group: str) -> dict[str, Tensor]:
         """All full tensors of a group, on the CPU, by name without the prefix GROUP/."""
@@ -123,28 +131,6 @@ class SavedCheckpoint:
             raise CheckpointError(
                 f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted {_shape(wanted)}"
             )
-
-    def _read_metadata(self) -> dict[str, TensorStorageMetadata]:
-        """Sizes and types of all tensors, whose shards must fill them."""
-        try:
-            whole = self._reader.read_metadata()
-        except Exception as error:  # whatever torch says of headers that contradict each other
-            raise CheckpointError(
-                f"checkpoint {self.path} cannot be read: {one_line(error)}"
-            ) from error
-        # torch would read it again, and log a traceback if the checkpoint is gone by then.
-        self._reader.read_metadata = lambda *_, **__: whole  # type: ignore[method-assign]
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for name, entry in whole.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if found != math.prod(entry.size):
-                raise CheckpointError(
-                    f"checkpoint {self.path}: found {found} numbers for {shown(name)}, wanted "
-                    f"{shown(math.prod(entry.size))}"
-                )
-            tensors[name] = entry
-        return tensors
 
 
 def read_state(checkpoint: Path, schema: type[_State]) -> _State:
@@ -161,14 +147,13 @@ def read_state(checkpoint: Path, schema: type[_State]) -> _State:
         ) from error
 
 
-class _ListedFiles(FileSystem):
-    """A file system in which a folder holds only the listed files."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return [os.path.join(path, name) for name in self._names]
+def _local(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
+    """What this process has of a tensor, and where in the tensor it begins."""
+    whole: Any = tensor.detach()
+    if not hasattr(whole, "__create_chunk_list__"):  # a DTensor has it
+        return (0,) * whole.ndim, whole
+    (block,) = whole.__create_chunk_list__()
+    return block.offsets, whole.to_local()
 
 
 def _shape(size: torch.Size | None) -> str:

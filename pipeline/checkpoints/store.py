@@ -7,9 +7,7 @@ never taken for a checkpoint. The files in a checkpoint are described in writer.
 
 import json
 import logging
-import math
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -28,8 +26,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from longhaul.datamodules.files.atomic import flush
+from longhaul.pipeline.checkpoints.folders import checkpoint_folders, holds_none, step_of
 from longhaul.pipeline.checkpoints.integrity import (
-    CHECKSUMS,
     CheckpointError,
     first_cause,
     reason,
@@ -43,10 +41,9 @@ from longhaul.pipeline.checkpoints.writer import CheckpointWriter, write_in_turn
 
 logger = logging.getLogger(__name__)
 
-# torch gives a single process this warning at every save and load, also from other threads.
+# torch gives a single process this warning at every save, also from other threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
-_CHECKPOINT_NAME = re.compile(r"step-(\d{9,})")
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
 _SPARE_BYTES = 1 << 20  # room for the small files, the folders, and logs written meanwhile
@@ -211,11 +208,11 @@ class CheckpointStore:
         """
         for path in reversed(ask_first_rank(self._group, self._clean_folder)):
             try:
-                names = verify(path, rank_group=self._group)
+                contents = verify(path, rank_group=self._group)
             except CheckpointError as error:
                 self._set_aside(path, error)
             else:
-                return SavedCheckpoint(path, rank_group=self._group, verified=names)
+                return SavedCheckpoint(path, rank_group=self._group, verified=contents)
         if not ask_first_rank(self._group, partial(holds_none, self.folder)):
             raise CheckpointError(
                 f"{self.folder}: found only damaged checkpoints, wanted an intact one; to start "
@@ -307,51 +304,6 @@ class CheckpointStore:
             logger.warning("%s; it is skipped (renaming it failed: %s)", error, reason(failure))
         else:
             logger.warning("%s; it is set aside as %s", error, aside.name)
-
-
-def newest_checkpoint(folder: Path, most: float = math.inf) -> Path | None:
-    """The newest intact checkpoint in a folder to which another process may be saving, or None.
-
-    Unlike `CheckpointStore.open_newest` this renames and deletes nothing: what looks like the
-    leftover of an interrupted save may be a save in progress. `most` is the latest step.
-    """
-    for path in reversed(checkpoint_folders(folder)):
-        if step_of(path) > most:
-            continue
-        try:
-            verify(path)
-        except CheckpointError as error:
-            if not path.is_dir():  # training has removed it, because there are newer ones by now
-                return newest_checkpoint(folder, most)
-            logger.warning("%s; it is skipped", error)
-        else:
-            return path
-    return None
-
-
-def newest_step(folder: Path) -> int:
-    """Step of the newest complete checkpoint in a folder, intact or not; 0 without one."""
-    complete = (path for path in checkpoint_folders(folder) if (path / CHECKSUMS).exists())
-    return max(map(step_of, complete), default=0)
-
-
-def holds_none(folder: Path) -> bool:
-    """Whether a folder holds no checkpoint, nor one that was set aside as damaged."""
-    return not checkpoint_folders(folder) and not any(folder.glob("step-*.damaged*"))
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint is named after."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Checkpoint folders by step, oldest first; what is no folder is none."""
-    if not folder.is_dir():
-        return []
-    found = (path for path in folder.iterdir() if path.is_dir())
-    matches = [(m, p) for p in found if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(matches, key=lambda pair: int(pair[0][1]))]
 
 
 def _remove(path: Path) -> None:

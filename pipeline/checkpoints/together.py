@@ -38,3 +38,12 @@ def gather(group: dist.ProcessGroup | None, own: T) -> list[T]:
     of_all: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_all, own, group=group)
     return of_all
+
+
+def gather_on_first(group: dist.ProcessGroup | None, own: T) -> list[T]:
+    """What each rank gives, in their order, on the first one; nothing on the others."""
+    if group is None:
+        return [own]
+    of_all: list[Any] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else []
+    dist.gather_object(own, of_all or None, group=group, group_dst=0)
+    return of_all

@@ -22,8 +22,6 @@ from longhaul.pipeline.cluster.scripts import (
     sweep_script,
     train_script,
 )
-from longhaul.pipeline.planning import fit
-from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.runs.data import check_run
 from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
 from longhaul.pipeline.runs.named_keys import SUBMITTED
@@ -271,6 +269,10 @@ def _check_can_run(config: RunConfig, dry_run: bool) -> None:
     if device is None:
         logger.info("memory was not checked: slurm.gpu %s is unknown", config.slurm.gpu)
         return
+    # Imported here: they load torch's sharding, which takes seconds.
+    from longhaul.pipeline.planning import fit
+    from longhaul.pipeline.planning.memory import Planner
+
     planner = Planner(config)
     if not fit.fits(planner.plan(fit.configured_settings(config)), device.memory_bytes):
         raise ConfigError(fit.verdict(config, device, planner))

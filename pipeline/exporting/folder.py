@@ -76,8 +76,8 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_byt
     else:
         check_loadable(architecture)
     model = build_on_meta(config.model)
-    names = verify(checkpoint, only=("model",))
-    ours = _weights(checkpoint, names, model)
+    contents = verify(checkpoint, only=("model",))
+    ours = _weights(checkpoint, contents.files, model)
     tensors: Mapping[str, SavedTensor | SavedRows] = ours
     if architecture is not None:
         places = architecture.tensors(model).items()
@@ -91,7 +91,7 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_byt
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
         flags = {"adds_bos": adds_bos, "brings_code": architecture is None}
         write_card(folder, run, config, checkpoint, state, corpus, parameters, **flags)
-        saved = SavedCheckpoint(checkpoint, "model", verified=names)
+        saved = SavedCheckpoint(checkpoint, "model", verified=contents)
         check_export(folder, model, saved, tokenizer, architecture)
 
 

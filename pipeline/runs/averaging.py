@@ -9,8 +9,9 @@ from torch import Tensor
 from longhaul.datamodules.files.untrusted import copy_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.meta_device import build_on_meta
+from longhaul.pipeline.checkpoints.folders import checkpoint_folders, step_of
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import CheckpointStore, checkpoint_folders, step_of
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import copy_records
 from longhaul.pipeline.runs.done import Finished

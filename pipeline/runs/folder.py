@@ -16,7 +16,7 @@ from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import check_no_links, parse_json, read_regular, shown
 from longhaul.datamodules.named import remember
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
-from longhaul.pipeline.checkpoints.store import newest_step
+from longhaul.pipeline.checkpoints.folders import newest_step
 from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.runs.named_keys import TRAINED, check_named, places_to_name
 from longhaul.pipeline.system.environment import Environment, describe_environment, source_hashes

@@ -16,9 +16,9 @@ from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.meta_device import build_on_meta
 from longhaul.modules.rotary import PositionScaling
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint, newest_step, step_of
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, MOST_CHECKSUMS_BYTES, CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config

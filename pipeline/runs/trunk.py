@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.pipeline.checkpoints.store import newest_checkpoint, step_of
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint, step_of
 from longhaul.pipeline.runs.folder import fixed_difference, locate, stored_config
 
 # Keys of which the rate of the trunk does not depend, while it is constant.

@@ -17,13 +17,13 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.modules.pretraining import Pretraining
-from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.store import (
+from longhaul.pipeline.checkpoints.folders import (
     holds_none,
     newest_checkpoint,
     newest_step,
     step_of,
 )
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.distributed.blocks import prepare_blocks
 from longhaul.pipeline.distributed.launch import (
     check_launched,

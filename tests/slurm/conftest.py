@@ -25,8 +25,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
 
 LONGHAUL = [sys.executable, "-P", "-m", "longhaul.pipeline.cli"]
 

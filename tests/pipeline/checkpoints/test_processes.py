@@ -119,7 +119,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from longhaul.pipeline.checkpoints import planner, writer
+from longhaul.pipeline.checkpoints import integrity, planner, writer
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import CheckpointStore
@@ -150,7 +150,18 @@ planner.share_out = noting
 store = CheckpointStore(folder / "checkpoints", keep_last=9, group=group)
 store.start(2, tensors, {"rank": rank})
 store.wait()
+
+headers, read_header = [], integrity.read_header
+
+def noting_header(path):
+    headers.append(path.name)
+    return read_header(path)
+
+integrity.read_header = noting_header
 assert store.open_newest().path.name == "step-000000002"
+# Each rank has read the headers of its own files only.
+assert headers and all(f"-{rank:05d}-" in name for name in headers), headers
+integrity.read_header = read_header
 
 for step in (1, 2):
     saved = SavedCheckpoint(store.folder / f"step-{step:09d}", rank_group=group)

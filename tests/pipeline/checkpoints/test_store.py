@@ -16,14 +16,10 @@ from torch import Tensor
 
 from longhaul.pipeline.checkpoints import store as store_module
 from longhaul.pipeline.checkpoints import writer
+from longhaul.pipeline.checkpoints.folders import holds_none, newest_checkpoint, newest_step
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import (
-    CheckpointStore,
-    holds_none,
-    newest_checkpoint,
-    newest_step,
-)
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 
 
 def _tensors(seed: int = 0) -> dict[str, Tensor]:

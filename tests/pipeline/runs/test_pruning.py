@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.pipeline.checkpoints import store
+from longhaul.pipeline.checkpoints import folders
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.runs.ranks import Ranks
@@ -66,7 +66,7 @@ def test_a_checkpoint_pruned_while_it_is_read_is_replaced_by_the_next(
 def test_a_checkpoint_pruned_while_it_is_chosen_is_not_called_damaged(
     trained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    advance_at_call(monkeypatch, trained, store, "verify")
+    advance_at_call(monkeypatch, trained, folders, "verify")
     assert load_trained_model(trained).checkpoint.name == "step-000000031"
     assert "skipped" not in caplog.text
 

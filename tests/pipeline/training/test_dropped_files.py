@@ -10,8 +10,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
 
 DROPPING = Path(__file__).with_name("dropped_files.py")
 UPDATES = 40

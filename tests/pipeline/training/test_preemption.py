@@ -20,8 +20,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
 from longhaul.pipeline.training.preemption import StopRequests
 
 TRACED = str(Path(__file__).parents[1] / "traced_longhaul.py")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
 from longhaul.pipeline.training.preemption import StopRequests
 from longhaul.pipeline.training.profiling import Communication, communication, covered
 from longhaul.pipeline.training.stragglers import StragglerReport

@@ -22,9 +22,9 @@ import torch
 from mlflow.tracking import MlflowClient
 from tries import COMMON, KILLED, SEED, Row, note, said_last, table, wait_for
 
+from longhaul.pipeline.checkpoints.folders import newest_checkpoint
 from longhaul.pipeline.checkpoints.integrity import verify
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
 
 __all__ = ["table"]  # a fixture
 
