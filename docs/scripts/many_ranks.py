@@ -6,12 +6,14 @@ The processes are forks of one that has imported torch. Each connects to the sto
 Gloo, exchanges the reports of updates and the headers of a checkpoint of 777 tensors a rank, and
 sends heartbeats, as ranks of a run do. The table has the processor time, open files and private
 memory of rank 0. The time that passes says nothing, because all ranks share this machine's cores.
-torch asks for the name of ::ffff:127.0.0.1: without a line in /etc/hosts for it, that takes hours.
+Without a line for ::ffff:127.0.0.1 in /etc/hosts, torch looks its name up at each connection, which
+may take minutes.
 """
 
 import gc
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -26,7 +28,10 @@ from longhaul.pipeline.checkpoints.shards import Shard, merge
 from longhaul.pipeline.checkpoints.together import ask_first_rank, gather_on_first
 from longhaul.pipeline.distributed.watchdog import Watchdog
 
-TENSORS, REPORT, UPDATES, HEARTBEATS_S = 777, 13, 10, 10
+TENSORS = 777  # of a rank: of a model of 6.9B and its optimizer
+REPORT = 13  # numbers
+UPDATES = 10
+HEARTBEATS_S = 10
 LIMIT = timedelta(minutes=15)
 
 
@@ -85,6 +90,7 @@ def be_rank(rank: int, ranks: int, port: int) -> None:
 
 def main() -> None:
     ranks = int(sys.argv[1])
+    os.setpgrp()  # the forks end with this process
     os.environ |= {"TORCH_GLOO_LAZY_INIT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -96,7 +102,8 @@ def main() -> None:
         if os.fork() == 0:
             be_rank(rank, ranks, port)
     for _ in range(ranks):
-        os.wait()
+        if os.wait()[1]:
+            os.killpg(0, signal.SIGKILL)
 
 
 main()

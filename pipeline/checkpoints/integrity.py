@@ -5,7 +5,7 @@
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,11 @@ class Contents:
     files: list[str]
     """Their names."""
     tensors: dict[str, Shards]
-    """All tensors of the files that were verified; a shard's file is its position in `files`."""
+    """All tensors of the files that were verified; a shard has the position of its file."""
+
+
+# A rank's first damage, with the file's number, and the shards in each of its files.
+_Found = tuple[tuple[int, str] | None, list[dict[str, Shard]]]
 
 
 def write_state_and_checksums(
@@ -99,7 +103,8 @@ def verify(
             the files. None for one process, which reads all.
 
     Raises:
-        CheckpointError: on all ranks, naming the first file that is missing or damaged.
+        CheckpointError: on all ranks, naming the first file that is missing or damaged, or a tensor
+            whose shards do not fit together.
     """
     checksums = ask_first_rank(rank_group, partial(_checksums_of, path, only))
     share = _share(checksums, *place_in(rank_group))
@@ -115,17 +120,18 @@ def verify(
             damage = number, f"{name}: {reason(error)}"
             break
     of_ranks = gather_on_first(rank_group, (damage, shards))
+    # Only the first rank calls it, which has what all have found.
+    return ask_first_rank(rank_group, partial(_contents, path, list(checksums), of_ranks))
 
-    def together() -> Contents:
-        if found := [damage for damage, _ in of_ranks if damage is not None]:
-            raise CheckpointError(f"checkpoint {path} is damaged: {min(found)[1]}")
-        try:
-            tensors = merge(in_file for _, shards in of_ranks for in_file in shards)
-        except ValueError as error:
-            raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
-        return Contents(list(checksums), tensors)
 
-    return ask_first_rank(rank_group, together)
+def _contents(path: Path, files: list[str], of_ranks: Sequence[_Found]) -> Contents:
+    """What all ranks have found together. CheckpointError if one has found damage."""
+    if found := [damage for damage, _ in of_ranks if damage is not None]:
+        raise CheckpointError(f"checkpoint {path} is damaged: {min(found)[1]}")
+    try:
+        return Contents(files, merge(one for _, shards in of_ranks for one in shards))
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
 
 
 def _checksums_of(path: Path, only: Collection[str] | None) -> dict[str, _Checksum]:
@@ -177,7 +183,7 @@ def _read_checksums(path: Path) -> dict[str, _Checksum]:
 
 
 def _verify_file(path: Path, expected: _Checksum) -> None:
-    """Raise unless the file has its size and hash and, if it holds tensors, a good header."""
+    """Raise unless it is a regular file with its size and hash."""
     check_regular(path)
     size = path.stat().st_size
     if size != expected.bytes:  # a longer file is not hashed

@@ -104,7 +104,14 @@ class SavedCheckpoint:
         for file, parts in copies.items():
             with safe_open(self.path / self._files[file], framework="pt") as opened:
                 for name, in_shard, target in parts:
-                    target.copy_(opened.get_slice(name)[in_shard])
+                    part = opened.get_slice(name)[in_shard]
+                    # A file that was replaced since may have fewer, which copying would repeat.
+                    if part.shape != target.shape:
+                        raise ValueError(
+                            f"{self._files[file]}: found {_shape(part.shape)} for a part of "
+                            f"{name}, wanted {_shape(target.shape)}"
+                        )
+                    target.copy_(part)
 
     def read_one(self, name: str) -> Tensor:
         """One full tensor, on the CPU."""
@@ -150,7 +157,8 @@ def read_state(checkpoint: Path, schema: type[_State]) -> _State:
 def _local(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
     """What this process has of a tensor, and where in the tensor it begins."""
     whole: Any = tensor.detach()
-    if not hasattr(whole, "__create_chunk_list__"):  # a DTensor has it
+    # Only a DTensor has it, whose class would take a second to import.
+    if not hasattr(whole, "__create_chunk_list__"):
         return (0,) * whole.ndim, whole
     (block,) = whole.__create_chunk_list__()
     return block.offsets, whole.to_local()

@@ -22,7 +22,7 @@ Part = tuple[slice, ...]
 
 
 class Shard(NamedTuple):
-    """A block of a tensor, in a file of this number."""
+    """A block of a tensor, in the file at this position of the checkpoint's list."""
 
     file: int
     dtype: str  # as safetensors writes it
@@ -38,7 +38,7 @@ class Shards:
     size: torch.Size
     """Of the whole tensor."""
     files: NDArray[np.int64]
-    """(n,): the number of each shard's file."""
+    """(n,): the position of each shard's file."""
     begins: NDArray[np.int64]
     """(n, d): where each shard begins in the tensor."""
     ends: NDArray[np.int64]
@@ -69,8 +69,8 @@ def merge(found: Iterable[Mapping[str, Shard]]) -> dict[str, Shards]:
     """All tensors, whose shards are in these files.
 
     Raises:
-        ValueError: the shards of a tensor differ in type or number of dimensions, or do not fill
-            it.
+        ValueError: the shards of a tensor differ in type or number of dimensions, or are not as
+            many numbers as the tensor. That shards overlap is not looked for.
     """
     by_name: dict[str, list[Shard]] = defaultdict(list)
     for in_file in found:

@@ -4,8 +4,8 @@ Each rank writes its tensors to safetensors files named `GROUP-RRRRR-PPP.safeten
 precedes the first slash in the tensors' names, RRRRR the rank, PPP counts files. Beside them
 `state.json` holds everything else, and `checksums.json` the size and sha256 of each file
 (integrity.py). Reading them unpickles nothing. A file records the offset of each of its shards in
-the full tensor, in the format of torch's HuggingFaceStorageReader, so that any number of ranks can
-read a checkpoint.
+the full tensor, as torch's HuggingFaceStorageReader wants it too, so that any number of ranks can
+read a checkpoint (reader.py).
 """
 
 import json

@@ -36,7 +36,6 @@ _ABORT_KEY = "longhaul/abort"
 _FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
 _INTERRUPTED_KEY = "longhaul/interrupted"
-_WATCHDOGS_KEY = "longhaul/watchdogs"
 
 
 def process_space() -> str:
@@ -80,21 +79,15 @@ class Watchdog:
         self._store: Any = None
         if dist.is_initialized():
             # A client of its own, because requests of one client wait for each other.
-            self._use(cast(Any, _get_default_store()).clone())
+            self._store = cast(Any, _get_default_store()).clone()
+            # The store does not answer while rank 0 is stopped.
+            self._store.set_timeout(timedelta(seconds=hang_s + SILENT_S))
         # The last heartbeat of each other rank, and how often it was then read again.
         self._heartbeats: dict[int, tuple[str, int]] = {}
         self._main = threading.main_thread().ident
         self._last_sent = time.monotonic()
         for target in (self._send_heartbeats, self._check_progress):
             threading.Thread(target=target, name="watchdog", daemon=True).start()
-
-    def _use(self, store: Any) -> None:
-        self._store = store
-        # The store does not answer while rank 0 is stopped.
-        store.set_timeout(timedelta(seconds=self._hang_s + SILENT_S))
-        # A next watchdog of this process has the same store, and keys of its own.
-        number = (store.add(_WATCHDOGS_KEY, 1) - 1) // self._world_size
-        self._finished = f"{_FINISHED_KEY}{number}/"
 
     def set_activity(self, step: int, activity: str) -> None:
         """Report progress: from now on, after `step` updates, this rank is busy with `activity`."""
@@ -110,14 +103,14 @@ class Watchdog:
         self._stopping.set()
         if self._store is None:
             return
-        self._store.set(f"{self._finished}{self._rank}", "")
+        self._store.set(f"{_FINISHED_KEY}{self._rank}", "")
         if self._rank == 0:
             self._wait_for_ends()
         else:
             self._wait_for_first()
 
     def _wait_for_ends(self) -> None:
-        keys = [f"{self._finished}{rank}" for rank in range(self._world_size)]
+        keys = [f"{_FINISHED_KEY}{rank}" for rank in range(self._world_size)]
         began = time.monotonic()
         while True:
             try:
@@ -129,15 +122,20 @@ class Watchdog:
                 logger.warning("%s: not ended %.0f s after rank 0", _list_ranks(missing), seconds)
                 if seconds > min(self._hang_s, DEAD_S) or all(map(self._has_ended, missing)):
                     break
-        self._store.set(f"{self._finished}all", "")
-        # Its answer says that the store, which ends with this process, has told the others.
-        self._store.check([f"{self._finished}all"])
+        # A next watchdog of this process has the same store.
+        for key in keys:
+            self._store.delete_key(key)
 
     def _wait_for_first(self) -> None:
-        """Until rank 0 has found that all have finished, or is gone."""
-        # One request: 1,024 ranks that ask again and again keep rank 0's process busy.
+        """Until rank 0 removes the keys, once it has found all of them, or is gone."""
+        began = time.monotonic()
+        # All ranks together ask 400 times a second: rank 0's process answers them.
+        pause_s = max(0.02, self._world_size / 400)
         with suppress(RuntimeError):
-            self._store.wait([f"{self._finished}all"], timedelta(seconds=self._hang_s))
+            while self._store.check([f"{_FINISHED_KEY}{self._rank}"]):
+                if time.monotonic() - began > self._hang_s:
+                    break
+                time.sleep(pause_s)
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the process of a rank on this machine has ended; False of another machine's."""
@@ -270,7 +268,7 @@ class Watchdog:
             return
         # Asked before whether it has finished: a process ends after it says so.
         has_ended = self._has_ended(rank)
-        if self._store.check([f"{self._finished}{rank}"]):
+        if self._store.check([f"{_FINISHED_KEY}{rank}"]):
             return
         if has_ended or silent >= DEAD_S:
             failure = self._read_failure(rank)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from longhaul.pipeline.checkpoints.integrity import (
     CHECKSUMS,
@@ -125,6 +126,25 @@ def test_a_file_of_tensors_that_is_none_is_one_line(tmp_path: Path, name: str) -
     mend_hashes(path)
     with pytest.raises(CheckpointError, match=f"{path}[^\n]*{message}[^\n]*$"):
         SavedCheckpoint(path)
+
+
+def test_files_that_contradict_each_other_are_set_aside(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    change, _ = TENSORS["an offset beyond the tensor"]
+    (path / MODEL).write_bytes(change((path / MODEL).read_bytes()))
+    mend_hashes(path)
+    with pytest.raises(CheckpointError, match="found only damaged checkpoints"):
+        CheckpointStore(path.parent, keep_last=1).open_newest()
+    assert [one.name for one in path.parent.iterdir()] == [f"{path.name}.damaged"]
+
+
+def test_a_file_that_was_replaced_since_is_not_repeated_over_a_tensor(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    saved = SavedCheckpoint(path)
+    save_file({"model/a": torch.ones(1, 2), "model/b": torch.ones(3)}, path / MODEL)
+    wanted = rf"{path}.*{MODEL}: found shape \(1, 2\) for a part of model/a, wanted shape \(4, 2\)"
+    with pytest.raises(CheckpointError, match=wanted):
+        saved.read_one("model/a")
 
 
 STATES: dict[str, tuple[Any, str]] = {

@@ -44,6 +44,14 @@ def test_any_block_is_put_together_from_shards_of_any_shape(size: tuple[int, ...
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def test_a_rank_that_has_nothing_of_a_tensor_reads_and_adds_nothing() -> None:
+    ranks = [Shard(0, "F32", (0,), (2,)), Shard(1, "F32", (2,), (1,)), Shard(2, "F32", (3,), (0,))]
+    shards = merge({"model/a": shard} for shard in ranks)["model/a"]
+    assert shards.size == (3,)
+    assert [file for file, *_ in shards.within((0,), (3,))] == [0, 1]
+    assert list(shards.within((3,), (0,))) == []
+
+
 def test_an_empty_tensor_is_in_no_file() -> None:
     shards = merge([{"model/a": Shard(0, "F32", (0, 0), (0, 4))}])["model/a"]
     assert shards.size == (0, 4)

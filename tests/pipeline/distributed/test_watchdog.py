@@ -32,21 +32,35 @@ def ended_process(request: pytest.FixtureRequest) -> Iterator[int]:
         yield process.pid
 
 
-def make_watchdog(rank: int, store: dist.Store) -> Any:
+class Store(dict[str, bytes]):
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def wait(self, keys: list[str], _: object) -> None:
+        assert self.check(keys)
+
+    def delete_key(self, key: str) -> None:
+        self.pop(key, None)
+
+
+def make_watchdog(rank: int, store: Store) -> Any:
     """Of one rank of two; its threads have ended before it has the store, so they write nothing."""
     dog: Any = Watchdog(rank, 2, hang_s=100, on_abort=lambda: None)
     dog._stopping.set()
     for thread in threading.enumerate():
         if thread.name == "watchdog":
             thread.join(20)
-    dog._use(store)
+    dog._store = store
     return dog
 
 
 @pytest.fixture
 def first(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of rank 0, and it notes the status of an end."""
-    dog = make_watchdog(0, dist.HashStore())
+    dog = make_watchdog(0, Store())
     dog.ends = []
     monkeypatch.setattr(os, "_exit", dog.ends.append)
     monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.01)
@@ -72,12 +86,12 @@ def test_a_silent_rank_is_told_of_once_and_taken_for_dead_after_minutes(
     assert told[0] - seconds < watchdog.SILENT_S <= told[0]
     assert told[1] - seconds < watchdog.DEAD_S <= told[1], "more than the minute that is forgiven"
     assert watchdog.DEAD_S > 60
-    assert b"rank 1 is gone, last seen after step 5" in first._store.get("longhaul/abort")
+    assert b"rank 1 is gone, last seen after step 5" in first._store["longhaul/abort"]
 
 
 def test_a_rank_that_finishes_while_it_is_looked_for_is_not_gone(first: Any) -> None:
     def has_ended(rank: int) -> bool:
-        first._store.set(f"{first._finished}{rank}", "")  # right before the rank ends
+        first._store.set(f"longhaul/finished{rank}", "")  # right before the rank ends
         return True
 
     first._has_ended = has_ended
@@ -92,7 +106,7 @@ def test_an_ended_rank_is_gone(
     first._heartbeats[1] = last, 500
     first._check_silence(1, last, 500)  # five seconds, since it may fail by itself before
     assert first.ends == [1]
-    assert b"rank 1 is gone, last seen after step 5" in first._store.get("longhaul/abort")
+    assert b"rank 1 is gone, last seen after step 5" in first._store["longhaul/abort"]
     assert "longhaul: rank 1 is gone" in capfd.readouterr().err
 
 
@@ -109,8 +123,7 @@ def test_a_rank_ends_though_nothing_else_works(first: Any) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such luck")
 
-    first._store = SimpleNamespace(set=fail, check=fail)
-    first._on_abort = fail
+    first._store.set = first._on_abort = fail
     with pytest.raises(RuntimeError, match="no such luck"):
         first._abort("no progress")
     assert first.ends == [1]
@@ -150,12 +163,10 @@ def test_only_processes_that_can_be_seen_are_looked_for(
     assert first._has_ended(1) == (space == HERE)
 
 
-def test_a_next_watchdog_of_the_store_waits_anew(first: Any) -> None:
-    make_watchdog(1, first._store)._store.set(f"{first._finished}1", "")
+def test_a_stop_leaves_no_key_for_the_next_watchdog(first: Any) -> None:
+    first._store.set("longhaul/finished1", "")
     first.stop()
-    again = [make_watchdog(rank, first._store) for rank in range(2)]
-    assert {dog._finished for dog in again} == {again[0]._finished} != {first._finished}
-    assert not first._store.check([f"{again[0]._finished}all"])
+    assert not first._store
 
 
 def test_the_others_leave_once_the_first_has_seen_all(first: Any) -> None:
@@ -167,6 +178,7 @@ def test_the_others_leave_once_the_first_has_seen_all(first: Any) -> None:
     first.stop()
     thread.join(20)
     assert not thread.is_alive()
+    assert not first._store
 
 
 @pytest.mark.parametrize("seconds", [60.0, 4000.0])

@@ -162,13 +162,13 @@ def test_other_shards_of_a_source_and_another_form_of_the_data_are_refused(
         check_same_data(folder, alone, data, may_be_gone=False)
 
 
-def test_a_budget_that_needs_more_than_max_epochs_is_refused(corpus: Path) -> None:
+def test_a_budget_that_needs_more_than_max_epochs_is_refused(corpus: Path, tmp_path: Path) -> None:
     places = {"web": f"{corpus}/train", "code": f"{corpus}/validation"}
     options = [f"data.sources.{name}.manifest={place}" for name, place in places.items()]
     options += ["data.manifest=null", "data.validation_manifest=null", "data.context=64"]
     options += ["optim.tokens_per_update=512", "trainer.micro_batch=1", "data.schedule=[]"]
     options += ["data.sources.web.weight=9", "data.sources.code.weight=1"]
-    options += ["data.sources.code.max_epochs=0.5"]
+    options += ["data.sources.code.max_epochs=0.5", f"root={tmp_path}"]
     there = load_manifest(places["code"]).num_tokens
     config = load_run_config("run/demo.yaml", [*options, "trainer.max_tokens=10M"])
     with pytest.raises(ConfigError) as caught:
