@@ -80,7 +80,7 @@ def be_rank(rank: int, ranks: int, port: int) -> None:
     here = {name: Shard(rank, "F32", (rank, 0), (1, 4096)) for name in names}
     of_ranks = gather_on_first(group, here)
     table.row("headers of a resume, gathered")
-    if rank == 0:  # What it sends to all, each of which holds it: more than one machine has.
+    if rank == 0:  # Not sent, since one machine has no room for the copies of all ranks.
         pickle.dumps(Contents([], merge(of_ranks)))
     table.row("the same, put together")
     time.sleep(HEARTBEATS_S)

@@ -183,7 +183,7 @@ def _read_checksums(path: Path) -> dict[str, _Checksum]:
 
 
 def _verify_file(path: Path, expected: _Checksum) -> None:
-    """Raise unless it is a regular file with its size and hash."""
+    """Raise unless this is a regular file with the expected size and hash."""
     check_regular(path)
     size = path.stat().st_size
     if size != expected.bytes:  # a longer file is not hashed

@@ -95,7 +95,7 @@ class SavedCheckpoint:
             raise CheckpointError(f"checkpoint {self.path} cannot be read: {where}{cause}")
 
     def _read_shards(self, into: Mapping[str, Tensor]) -> None:
-        """Copy what these tensors have here, file by file."""
+        """Copy this process's part of each tensor, file by file."""
         copies: dict[int, list[tuple[str, Part, Tensor]]] = defaultdict(list)
         for name, tensor in into.items():
             offset, here = _local(tensor)
@@ -105,7 +105,7 @@ class SavedCheckpoint:
             with safe_open(self.path / self._files[file], framework="pt") as opened:
                 for name, in_shard, target in parts:
                     part = opened.get_slice(name)[in_shard]
-                    # A file that was replaced since may have fewer, which copying would repeat.
+                    # A file that was replaced may have fewer numbers, which copy_ would repeat.
                     if part.shape != target.shape:
                         raise ValueError(
                             f"{self._files[file]}: found {_shape(part.shape)} for a part of "
