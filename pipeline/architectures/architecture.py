@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """That of these rows, of a tensor of ours of this shape."""
-        shape = (sum(self.lengths(whole[0])), *whole[1:])
+        shape = (sum(self.lengths(whole[0])), *whole[1:]) if whole else ()
         return shape[::-1] if self.is_transposed else shape
 
 

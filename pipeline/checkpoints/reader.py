@@ -23,6 +23,7 @@ from longhaul.pipeline.checkpoints.together import gather
 
 _State = TypeVar("_State")
 _MOST_STATE_BYTES = 4 << 20
+_Block = tuple[Sequence[int], Tensor]  # where it begins in the whole tensor, and its numbers
 
 
 class SavedCheckpoint:
@@ -82,9 +83,12 @@ class SavedCheckpoint:
         """
         for name, tensor in into.items():
             self._check_shape(name, tensor.shape)
+        self._read({name: _local(tensor) for name, tensor in into.items()})
+
+    def _read(self, blocks: Mapping[str, _Block]) -> None:
         cause = None
         try:
-            self._read_shards(into)
+            self._read_shards(blocks)
         except Exception as error:  # whatever safetensors says of a file that is gone
             cause = reason(error)
         causes = enumerate(gather(self._rank_group, cause))
@@ -94,13 +98,12 @@ class SavedCheckpoint:
             where = f"rank {rank}: " if len(failed) > 1 or rank else ""
             raise CheckpointError(f"checkpoint {self.path} cannot be read: {where}{cause}")
 
-    def _read_shards(self, into: Mapping[str, Tensor]) -> None:
-        """Copy this process's part of each tensor, file by file."""
+    def _read_shards(self, blocks: Mapping[str, _Block]) -> None:
+        """Fill this process's block of each tensor, file by file."""
         copies: dict[int, list[tuple[str, Part, Tensor]]] = defaultdict(list)
-        for name, tensor in into.items():
-            offset, here = _local(tensor)
-            for file, in_shard, in_block in self.tensors[name].within(offset, here.shape):
-                copies[file].append((name, in_shard, here[in_block]))
+        for name, (offset, block) in blocks.items():
+            for file, in_shard, in_block in self.tensors[name].within(offset, block.shape):
+                copies[file].append((name, in_shard, block[in_block]))
         for file, parts in copies.items():
             with safe_open(self.path / self._files[file], framework="pt") as opened:
                 for name, in_shard, target in parts:
@@ -118,6 +121,13 @@ class SavedCheckpoint:
         tensor = self.empty(name)
         self.read({name: tensor})
         return tensor
+
+    def read_rows(self, name: str, rows: range) -> Tensor:
+        """Consecutive rows of a tensor, on the CPU."""
+        whole = self.tensors[name]
+        block = torch.empty(len(rows), *whole.size[1:], dtype=whole.dtype)
+        self._read({name: ((rows.start, *(0 for _ in whole.size[1:])), block)})
+        return block
 
     def empty(self, name: str) -> Tensor:
         """Uninitialised memory for one full tensor, on the CPU."""
@@ -154,7 +164,7 @@ def read_state(checkpoint: Path, schema: type[_State]) -> _State:
         ) from error
 
 
-def _local(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
+def _local(tensor: Tensor) -> _Block:
     """What this process has of a tensor, and where in the tensor it begins."""
     whole: Any = tensor.detach()
     # Only a DTensor has it, whose class would take a second to import.

@@ -1,15 +1,12 @@
 """Writes a checkpoint as a folder that transformers loads without longhaul."""
 
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.meta_device import build_on_meta
+from longhaul.pipeline.architectures.architecture import Place
 from longhaul.pipeline.architectures.registry import architecture_of
-from longhaul.pipeline.checkpoints.integrity import CheckpointError, verify
-from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.exporting.check import check_export
@@ -17,7 +14,7 @@ from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.source import model_code
 from longhaul.pipeline.exporting.tokenizer_files import check_exportable, write_tokenizer
 from longhaul.pipeline.exporting.transformers_check import check_loadable
-from longhaul.pipeline.exporting.weights import SavedRows, SavedTensor, saved_tensors, write_shards
+from longhaul.pipeline.exporting.weights import write_shards
 from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.trained_model import read_checkpoint
@@ -76,36 +73,18 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_byt
     else:
         check_loadable(architecture)
     model = build_on_meta(config.model)
-    contents = verify(checkpoint, only=("model",))
-    ours = _weights(checkpoint, contents.files, model)
-    tensors: Mapping[str, SavedTensor | SavedRows] = ours
+    saved = SavedCheckpoint(checkpoint, "model")
+    saved.check_group("model", model.state_dict())
+    places = {name: Place(name) for name in model.state_dict()}
     if architecture is not None:
-        places = architecture.tensors(model).items()
-        tensors = {name: SavedRows(ours[place.name], place) for name, place in places}
-    state = read_state(checkpoint, TrainingState)
+        places = architecture.tensors(model)
+    state = saved.state(TrainingState)
 
     with atomic_folder(target) as folder:
-        write_shards(folder, tensors, shard_bytes)
+        write_shards(folder, saved, places, shard_bytes)
         adds_bos, pad_id = write_tokenizer(folder, tokenizer, config.model.vocabulary)
         write_model_files(folder, config, corpus, model, architecture, code, pad_id)
-        parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        parameters = sum(tensor.numel() for tensor in model.state_dict().values())
         flags = {"adds_bos": adds_bos, "brings_code": architecture is None}
         write_card(folder, run, config, checkpoint, state, corpus, parameters, **flags)
-        saved = SavedCheckpoint(checkpoint, "model", verified=contents)
         check_export(folder, model, saved, tokenizer, architecture)
-
-
-def _weights(
-    checkpoint: Path, names: Sequence[str], model: LanguageModel
-) -> dict[str, SavedTensor]:
-    """The checkpoint's tensors, in the order of the model, after a check of their shapes."""
-    saved = saved_tensors(checkpoint, names, "model")
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in sorted(saved.keys() | wanted.keys()):
-        shape = saved[name].shape if name in saved else None
-        if shape != wanted.get(name):
-            raise CheckpointError(
-                f"checkpoint {checkpoint}: found shape {shape} for {name}, wanted "
-                f"{wanted.get(name)} as in its run's model"
-            )
-    return {name: saved[name] for name in wanted}

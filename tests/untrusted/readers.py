@@ -56,7 +56,6 @@ from longhaul.pipeline.evaluation.options import ContextOptions
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.exporting.card import _commit, _evaluation
-from longhaul.pipeline.exporting.weights import saved_tensors
 from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.generation.session_files import _digest, load_session, save_session
 from longhaul.pipeline.reporting.runs import _hardware
@@ -258,7 +257,6 @@ def read_checkpoint(folder: Folder) -> None:
     model, optimizer = trained()
     restore_training(model, optimizer, saved)
     optimizer.step()
-    saved_tensors(folder / STEP, [Path(TENSORS["model"]).name], "model")
 
 
 def write_session(folder: Folder) -> None:

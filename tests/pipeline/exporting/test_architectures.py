@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,12 +16,11 @@ from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.language_model_config import LanguageModelConfig
 from longhaul.modules.progress import Progress
-from longhaul.pipeline.architectures.architecture import Place, canonical
+from longhaul.pipeline.architectures.architecture import canonical
 from longhaul.pipeline.architectures.registry import ARCHITECTURES, architecture_of
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.exporting import transformers_check
 from longhaul.pipeline.exporting.folder import export
-from longhaul.pipeline.exporting.weights import SavedRows, saved_tensors, write_shards
 from longhaul.pipeline.runs.exported import exported_model, exported_weights
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.runs.loaded_model import load_model
@@ -191,28 +189,6 @@ def test_an_export_that_transformers_reads_as_another_model_is_refused(
     with pytest.raises(ValueError, match="transformers: found no version 5, wanted it, to check"):
         export(run, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_rows_and_columns_of_what_two_ranks_have_written(tmp_path: Path) -> None:
-    whole = torch.randn(12, 5)
-    (tmp_path / "new").mkdir()
-    for name, parts in (
-        ("rows", [(whole[:7], [0, 0]), (whole[7:], [7, 0])]),
-        ("columns", [(whole[:, :2], [0, 0]), (whole[:, 2:], [0, 2])]),
-    ):
-        files = []
-        for rank, (part, offset) in enumerate(parts):
-            files.append(f"model-{rank:05d}-{name}.safetensors")
-            placed = json.dumps({"model/w": {"saved_offsets": offset}})
-            metadata = {"format": "pt", "DCP_SHARDING_INFO": placed}
-            save_file({"model/w": part.contiguous()}, tmp_path / files[-1], metadata)
-        tensor = saved_tensors(tmp_path, files, "model")["w"]
-        rows = SavedRows(tensor, Place("w", ((4, 8), (0, 2), (10, None))))
-        columns = SavedRows(tensor, Place("w", is_transposed=True))
-        write_shards(tmp_path / "new", {"rows": rows, "columns": columns}, 1 << 20)
-        found = load_file(tmp_path / "new" / "model.safetensors")
-        assert torch.equal(found["rows"], torch.cat([whole[4:8], whole[:2], whole[10:]]))
-        assert torch.equal(found["columns"], whole.T)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting import tokenizer_files
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.source import file_of, model_code
-from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
@@ -301,39 +300,6 @@ def test_shards_of_any_size_hold_the_same(base: Run, exported: Path, tmp_path: P
         assert names == {k for k, name in index["weight_map"].items() if name == file.name}
         sizes = [4 * value.numel() for value in load_file(file).values()]
         assert len(sizes) == 1 or sum(sizes) <= 30_000
-
-
-def test_tensors_that_ranks_have_written_in_pieces_become_whole(tmp_path: Path) -> None:
-    rows, columns = torch.randn(7, 5), torch.randn(4, 6, 3)
-    half, flat = torch.randn(3).bfloat16(), torch.randn(9)
-    pieces = {
-        "model-00000-000.safetensors": [
-            ("rows", rows[:4], (0, 0)),
-            ("columns", columns[:, :2], (0, 0, 0)),
-            ("half", half, (0,)),
-            ("flat", flat[:5], (0,)),
-        ],
-        "model-00001-000.safetensors": [
-            ("rows", rows[4:], (4, 0)),
-            ("columns", columns[:, 2:], (0, 2, 0)),
-            ("flat", flat[5:], (5,)),
-        ],
-    }
-    for file, parts in pieces.items():
-        placed = {f"model/{name}": {"saved_offsets": offset} for name, _, offset in parts}
-        save_file(
-            {f"model/{name}": part.contiguous() for name, part, _ in parts},
-            tmp_path / file,
-            {"format": "pt", "DCP_SHARDING_INFO": json.dumps(placed)},
-        )
-    (tmp_path / "whole").mkdir()
-    write_shards(tmp_path / "whole", saved_tensors(tmp_path, pieces, "model"), 200)
-    wanted = {"rows": rows, "columns": columns, "half": half, "flat": flat}
-    same(weights(tmp_path / "whole"), wanted)
-    with pytest.raises(
-        CheckpointError, match="found 48 numbers of type F32 for columns, wanted 72"
-    ):
-        saved_tensors(tmp_path, ["model-00001-000.safetensors"], "model")
 
 
 @pytest.mark.wide
