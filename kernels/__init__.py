@@ -4,6 +4,7 @@ from longhaul.kernels.delta import delta_rule, delta_rule_step
 from longhaul.kernels.power import (
     PowerState,
     power_attention,
+    power_attention_of_part,
     power_attention_step,
     power_state,
 )
@@ -14,6 +15,7 @@ __all__ = [
     "delta_rule",
     "delta_rule_step",
     "power_attention",
+    "power_attention_of_part",
     "power_attention_step",
     "power_state",
     "state_features",
