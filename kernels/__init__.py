@@ -4,7 +4,6 @@ from longhaul.kernels.delta import delta_rule, delta_rule_step
 from longhaul.kernels.power import (
     PowerState,
     power_attention,
-    power_attention_of_part,
     power_attention_step,
     power_state,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "delta_rule",
     "delta_rule_step",
     "power_attention",
-    "power_attention_of_part",
     "power_attention_step",
     "power_state",
     "state_features",

@@ -103,21 +103,6 @@ def power_backward_flops(
     return (3 + 2 * queries) * products + queries * pairs * 5 * (K + V)
 
 
-def initial_gradient_flops(
-    T: int,
-    K: int,
-    V: int,
-    degree: int,
-    form: str,
-    chunk_size: int | None = None,
-    *,
-    queries: int = 1,
-) -> int:
-    """As `power_backward_flops`, of the gradient of the initial state alone."""
-    products, _ = _state_products_and_pairs(T, K, V, degree, form, chunk_size)
-    return queries * products
-
-
 def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
     """Useful floating-point operations of a state alone, forward, per head; backward takes twice.
 

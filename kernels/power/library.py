@@ -25,7 +25,6 @@ from longhaul.kernels.common.custom_ops import (
 )
 from longhaul.kernels.power.call import Forward, PowerCall, Saved, SavedState
 from longhaul.kernels.power.cost import (
-    initial_gradient_flops,
     power_backward_flops,
     power_flops,
     power_state_flops,
@@ -76,15 +75,18 @@ def run(
     backend: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output and final state of a call, differentiable."""
-    inputs = (q, k, v, log_g, kv, norm, cu_seqlens)
-    out, final_kv, final_norm, *_ = power_forward(*inputs, **settings_of(call, backend))
+    out, final_kv, final_norm, *_ = power_forward(
+        q, k, v, log_g, kv, norm, cu_seqlens,
+        degree=call.degree,
+        scale=call.scale,
+        normalize=call.normalize,
+        output_final_state=call.output_final_state,
+        form=call.form,
+        chunk_size=call.chunk_size,
+        keeps_states=call.keeps_states and backend == "triton",
+        backend=backend,
+    )  # fmt: skip
     return (out, final_kv, final_norm) if call.output_final_state else (out, None, None)
-
-
-def settings_of(call: PowerCall, backend: str) -> dict[str, Any]:
-    """The settings of `power_forward` and `power_backward`."""
-    keeps_states = call.keeps_states and backend == "triton"
-    return {**vars(call), "keeps_states": keeps_states, "backend": backend}
 
 
 def implementation(backend: str) -> ModuleType:
@@ -205,10 +207,9 @@ def _forward_flops(
 
 @register_flop_formula(_OPS.power_backward, get_raw=True)
 def _backward_flops(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, needs: list[bool], **settings: Any
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **settings: Any
 ) -> int:
-    count = power_backward_flops if any(needs[:4]) else initial_gradient_flops
-    return _flops(count, q, v, rest[3], settings)
+    return _flops(power_backward_flops, q, v, rest[3], settings)
 
 
 def state_call(degree: int, chunk_size: int) -> PowerCall:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
@@ -29,7 +28,6 @@ from longhaul.kernels.power.cost import (
     keeps_states,
     num_chunks,
 )
-from longhaul.kernels.power.part import run_part
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
 
@@ -141,60 +139,6 @@ def power_attention(
         resolved = _backend_for_call(backend, call, q, v, has_state=initial_state is not None)
     out, kv, norm = library.run(call, q, k, v, log_g, kv, norm, cu_seqlens, backend=resolved)
     return out, None if kv is None or norm is None else PowerState(kv, norm)
-
-
-def power_attention_of_part(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T G K"],
-    v: Float[Tensor, "B T G V"],
-    log_g: Float[Tensor, "B T G"] | None,
-    state_before: Callable[[PowerState, Float[Tensor, "B G"]], PowerState],
-    *,
-    degree: int = 2,
-    scale: float | None = None,
-    normalize: bool = True,
-    chunk_size: int | None = None,
-    backend: Backend = "auto",
-) -> Float[Tensor, "B T H V"]:
-    """`power_attention` on a part of each sequence, where other parts are elsewhere.
-
-    With `power_state`, whose result `state_before` would get, and `power_attention`, which would
-    get the result of that, gradients of keys and values would be computed twice: once for the
-    outputs, and once for what later parts read. Here they are computed once, for both.
-
-    Args:
-        state_before: the state S before the part, from the state that the part's own tokens leave
-            when they start from zero, S_own, and from the decay D over the part. The state after
-            the part is D S + S_own. Its gradient must return as that of S_own, and none as that of
-            D, which counts it already. `state_before` may wait for other processes, also in the
-            backward pass.
-
-    Other args, Returns, Raises: as for `power_attention`.
-    """
-    check_degree(degree)
-    check_tensors(q, k, v, log_g)
-    check_chunk_size(chunk_size)
-    check_scale(scale)
-    check_flags(normalize=normalize)
-    T, K, V = q.shape[1], q.shape[3], v.shape[3]
-    resolved = resolve_backend(backend, q.device)
-    if resolved == "reference":
-        raise ValueError("backend: found 'reference', wanted auto, torch or triton")
-    size = min(chunk_size or choose_chunk_size(T, K, V, degree, resolved), T)
-    call = PowerCall(
-        degree=degree,
-        scale=K**-0.5 if scale is None else scale,
-        normalize=normalize,
-        output_final_state=True,
-        form="chunked",
-        chunk_size=size,
-        keeps_states=size < T
-        and _needs_gradient(q, k, v, log_g)
-        and _keeps_states(q, V, degree, size, None),
-    )
-    if resolved == "triton":
-        resolved = _backend_for_call(backend, call, q, v, has_state=True)
-    return run_part(call, q, k, v, log_g, state_before, backend=resolved)
 
 
 def power_attention_step(

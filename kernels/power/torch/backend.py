@@ -80,9 +80,8 @@ def backward(
         dinitial_norm = saved.norm.new_empty(saved.norm.shape)
     dq, dk, dv = (x.new_empty(x.shape, dtype=acc_dtype) for x in (q, k, v))
     grads = Gradients(dq, dk, dv, dlog_g, dinitial_kv, dinitial_norm)
-    only_initial = not any(needs[:4])
     if saved.cu_seqlens is None:
-        _run_backward(call, saved, dout, dkv, dnorm, grads, only_initial=only_initial)
+        _run_backward(call, saved, dout, dkv, dnorm, grads)
     else:
         for tokens, state in _documents(saved.cu_seqlens):
             _run_backward(
@@ -99,7 +98,6 @@ def backward(
                     _part(dinitial_kv, state),
                     _part(dinitial_norm, state),
                 ),
-                only_initial=only_initial,
             )
     return (
         dq.to(q.dtype) if needs[0] else None,
@@ -134,14 +132,12 @@ def _run_backward(
     dkv: Tensor | None,
     dnorm: Tensor | None,
     into: Gradients,
-    *,
-    only_initial: bool,
 ) -> None:
     has_state = saved.kv is not None or saved.norm is not None
     if not has_state and attention_form.serves(call, saved.q, saved.k, saved.v, dout):
         attention_form.backward(call, saved, dout, into)
     else:
-        BackwardPass(call, saved, dout, dkv, dnorm, into).run(only_initial=only_initial)
+        BackwardPass(call, saved, dout, dkv, dnorm, into).run()
 
 
 def state_forward(

@@ -13,7 +13,6 @@ from longhaul.kernels.backend import Backend
 from longhaul.kernels.power import (
     PowerState,
     power_attention,
-    power_attention_of_part,
     power_attention_step,
     power_state,
 )
@@ -31,7 +30,7 @@ _WIDE_STRIDE = 2 ** (31 - 17) + 64  # elements from a token to the next
 class PowerCase(Case):
     """One call to check."""
 
-    # "chunked", "attention"; "step", "state" (the state alone) or "parts" are checked by themselves
+    # "chunked", "attention"; "step" or "state" (the state alone) are checked by themselves
     forms: tuple[str, ...] = _BOTH
     B: int = 1
     H: int = 4
@@ -183,8 +182,6 @@ class PowerCase(Case):
                 leaves["k"], leaves["v"], leaves.get("log_g"), **given, backend=backend
             )
             return {"final kv": state.kv, "final norm": state.norm}
-        if how.get("form") == "parts":
-            return self._in_parts(leaves, how["backend"])
         out, after = power_attention(
             leaves["q"],
             leaves["k"],
@@ -198,24 +195,6 @@ class PowerCase(Case):
         if after is None:
             return {"out": out}
         return {"out": out, "final kv": after.kv, "final norm": after.norm}
-
-    def _in_parts(self, leaves: dict[str, Tensor], backend: Backend) -> dict[str, Tensor]:
-        """The call as two ranks would share each sequence."""
-        states = [PowerState(leaves["kv"], leaves["norm"])]
-
-        def before(own: PowerState, decay: Tensor) -> PowerState:
-            kv, norm = states[-1]
-            decay = decay[..., None]
-            states.append(PowerState(own.kv + decay[..., None] * kv, own.norm + decay * norm))
-            return states[-2]
-
-        how: dict[str, Any] = {"degree": self.degree, "normalize": self.normalize}
-        outs = []
-        for part in (slice(self.T // 3), slice(self.T // 3, None)):
-            q, k, v, log_g = (leaves[name][:, part] for name in ("q", "k", "v", "log_g"))
-            outs.append(power_attention_of_part(q, k, v, log_g, before, backend=backend, **how))
-        kv, norm = states[-1]
-        return {"out": torch.cat(outs, dim=1), "final kv": kv, "final norm": norm}
 
     @property
     def has_grads(self) -> bool:

@@ -61,7 +61,6 @@ def _features() -> Iterable[PowerCase]:
                         forms=("step",), T=1, B=2, is_continued=True, has_bfloat16_state=True,
                         is_in_place=is_in_place)  # fmt: skip
     yield PowerCase(name="state alone", forms=("state",), T=777, B=2, is_continued=True)
-    yield PowerCase(name="in two parts", forms=("parts",), T=777, B=2, is_continued=True)
     yield PowerCase(name="state alone, packed", forms=("state",), T=700, documents=(0, 1, 64, 300))
 
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels import PowerState, power_attention_of_part
+from longhaul.kernels import PowerState, power_attention, power_state
 from longhaul.modules.sequence_part import SequencePart
 
 Rows = tuple[Tensor, ...]
@@ -118,22 +118,25 @@ def context_parallel_attention(
     `start` is the state at the beginning of every sequence, None where that is zero. Documents
     within a sequence are separated by gates of zero.
     """
-
-    def before(left: PowerState, decay: Float[Tensor, "B G"]) -> PowerState:
-        kv, norm = left
-        decays = decay[..., None].expand_as(norm)
-        own = torch.cat([kv, norm[..., None], decays[..., None]], dim=-1).flatten(0, 2)
-        if start is None:
-            first = own.new_zeros(()).expand(own.shape[0], own.shape[1] - 1)
-        else:
-            first = torch.cat([start.kv, start.norm[..., None]], dim=-1).flatten(0, 2)
-        (state,) = state_before(part, (own,), (first,), _after_part)
-        return PowerState(state[:, :-1].reshape(kv.shape), state[:, -1].reshape(norm.shape))
-
-    return power_attention_of_part(q, k, v, log_g, before, **options._asdict())
+    kv, norm = power_state(k, v, log_g, degree=options.degree, chunk_size=options.chunk_size)
+    if log_g is None:
+        decay = torch.ones_like(norm)
+    else:
+        # Log gates are summed in float64, because the sums run over a whole part.
+        total = log_g.double().sum(dim=1).exp().to(norm.dtype)
+        decay = total[..., None].expand_as(norm)
+    own = torch.cat([kv, norm[..., None], decay[..., None]], dim=-1).flatten(0, 2)
+    if start is None:
+        first = own.new_zeros(()).expand(own.shape[0], own.shape[1] - 1)
+    else:
+        first = torch.cat([start.kv, start.norm[..., None]], dim=-1).flatten(0, 2)
+    (before,) = state_before(part, (own,), (first,), _after_part)
+    state = PowerState(before[:, :-1].reshape(kv.shape), before[:, -1].reshape(norm.shape))
+    mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **options._asdict())
+    return mixed
 
 
 def _after_part(own: Rows, state: Rows) -> Rows:
-    """D S + S_own in each row, with D the decay over the part: 0 if it has a reset."""
+    """exp(D) S + S_own in each row, with D the sum of the part's log gates: -inf for a reset."""
     (added, decay), (before,) = own[0].split([own[0].shape[1] - 1, 1], dim=1), state
     return (torch.addcmul(added, decay, before),)

@@ -61,7 +61,7 @@ def test_every_check_passes_on_the_torch_backend() -> None:
     records = records_of(
         [*catalogue.headline_cases(), *features, *catalogue.extreme_cases("torch")]
     )
-    assert {one["form"] for one in records} == {"chunked", "attention", "step", "state", "parts"}
+    assert {one["form"] for one in records} == {"chunked", "attention", "step", "state"}
 
 
 def test_the_cases_are_what_the_promise_names() -> None:

@@ -7,7 +7,6 @@ v; it also computes all gradients inside the chunk, from recomputed scores. READ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,26 +63,19 @@ class BackwardPass:
                 ddenominator *= saved.inverse
             self.ddenominator = ddenominator[..., None]
 
-    def run(self, *, only_initial: bool) -> None:
-        """Both sweeps, one block of rows after the other.
-
-        With `only_initial` only the part of sweep 2 that gives the gradient of the initial state.
-        """
+    def run(self) -> None:
+        """Both sweeps, one block of rows after the other."""
         saved, problem = self.saved, self.problem
         for rows in problem.row_blocks:
-            if not only_initial:
-                self.carry.load(saved.kv, saved.norm, rows)
-                for segment in problem.segments:
-                    self._read_segment(rows, segment)
+            self.carry.load(saved.kv, saved.norm, rows)
+            for segment in problem.segments:
+                self._read_segment(rows, segment)
             self.carry.load(self.dkv, self.dnorm, rows)
             if not self.carry.is_zero:
                 # Like the state, its gradient is carried without the multiplicity.
                 self.carry.sums.div_(self.carry.multiplicity)
             for segment in reversed(problem.segments):
-                if only_initial:
-                    self._carry_over_segment(rows, segment)
-                else:
-                    self._write_segment(rows, segment)
+                self._write_segment(rows, segment)
             self._store_dinitial(rows)
         if saved.log_g is not None and self.into.dlog_g is not None:
             self.into.dlog_g.copy_(self._dlog_g(saved.log_g))
@@ -183,38 +175,22 @@ class BackwardPass:
         for chunk in reversed(range(segment.chunks)):
             if has_gradient:
                 gradient_of_update(work, dstate, values, segment, chunk)
-            self._carry_over_chunk(segment, chunk, decay, dnums)
+            was_read = reads_state and (segment.first + chunk > 0 or self.saved.kv is not None)
+            dstate.update(
+                None if decay is None else decay.total[chunk],
+                (
+                    (dnum[n], queries.maps[n])
+                    for queries, dnum in zip(work.queries, dnums, strict=True)
+                    for n in segment.blocks_of(chunk)
+                )
+                if was_read
+                else (),
+            )
         if has_gradient:
             dv, state_dv = (x[: segment.blocks] for x in (keys.dv, keys.state_dv))
             add_faded(dv, state_dv, None if decay is None else decay.to_end)
         work.store(keys.dk, self.into.dk, rows, segment)
         work.store(keys.dv, self.into.dv, rows, segment)
-
-    def _carry_over_segment(self, rows: Rows, segment: Segment) -> None:
-        """Take dS from the end of a segment to its start, eq. (13)."""
-        decay = None if self.decays is None else self.decays.take(rows, segment)
-        dnums = []
-        for rep, queries in enumerate(self.work.queries):
-            self._load_queries(queries, rows.query_heads(rep, self.problem.R), segment)
-            dnums.append(self._faded_dnum(queries, segment, decay))
-        for chunk in reversed(range(segment.chunks)):
-            self._carry_over_chunk(segment, chunk, decay, dnums)
-
-    def _carry_over_chunk(
-        self, segment: Segment, chunk: int, decay: Decay | None, dnums: Sequence[Tensor]
-    ) -> None:
-        """As `_carry_over_segment`, over a chunk, which adds to dS if its queries read a state."""
-        was_read = segment.first + chunk > 0 or self.saved.kv is not None
-        self.carry.update(
-            None if decay is None else decay.total[chunk],
-            (
-                (dnum[n], queries.maps[n])
-                for queries, dnum in zip(self.work.queries, dnums, strict=True)
-                for n in segment.blocks_of(chunk)
-            )
-            if was_read
-            else (),
-        )
 
     def _backward_inside(
         self, queries: QueryBuffers, segment: Segment, decay: Decay | None, *, adds: bool

@@ -131,10 +131,9 @@ def _backward_of_heads(
 
     states = dstates = no_states(q)
     products = None
-    reads_states = needs_q or dlog_g is not None
     if saved.chunk_kv is not None and saved.chunk_norm is not None:
         states = States(saved.chunk_kv, saved.chunk_norm)
-    elif has_states and reads_states:
+    elif has_states:
         states = states_before_chunks(
             call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
             has_norm=has_norm,
@@ -150,9 +149,8 @@ def _backward_of_heads(
     dinitial: tuple[Tensor | None, Tensor | None] = (None, None)
     if has_states:
         dstates, dinitial, products = _state_gradients(
-            call, saved, dout, delta, gates, None if dlog_g is None else states, chunks, tiles,
-            dkv, dnorm, has_norm=has_norm,
-        )  # fmt: skip
+            call, saved, dout, delta, gates, states, chunks, tiles, dkv, dnorm, has_norm=has_norm
+        )
     if needs_kv or needs_gates:
         dk, dv = (x.narrow(*keys) for x in key_grads())
         k_dk = k.new_empty(k.shape[0], G, T, dtype=torch.float32) if dlog_g is not None else None
@@ -174,7 +172,7 @@ def _state_gradients(
     dout: Tensor,
     delta: Tensor | None,
     gates: Gates | None,
-    states: States | None,
+    states: States,
     chunks: Chunks,
     tiles: Tiles,
     dkv: Tensor | None,
@@ -182,10 +180,7 @@ def _state_gradients(
     *,
     has_norm: bool,
 ) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor | None]:
-    """dS after every chunk, eq. (13); gradients of the initial state; ⟨dS, S⟩ of eq. (19).
-
-    Without `states`, S before every chunk, there are no products.
-    """
+    """dS after every chunk, eq. (13); gradients of the initial state; ⟨dS, S⟩ of eq. (19)."""
     sums = Sums(
         Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, operands_of(saved.q),
         saved.k.shape[2], call.degree, factor=call.scale**call.degree, is_reverse=True,
@@ -194,7 +189,9 @@ def _state_gradients(
         None if x is None else torch.zeros_like(x, dtype=torch.float32)
         for x in (saved.kv, saved.norm)
     )
-    dstates, products = accumulate(sums, (dkv, dnorm), (dkv0, dnorm0), states, has_norm=has_norm)
+    dstates, products = accumulate(
+        sums, (dkv, dnorm), (dkv0, dnorm0), None if gates is None else states, has_norm=has_norm
+    )
     if products is not None:
         # There is none at the end of a sequence yet, as no later chunk reads that state.
         end = chunks.sequences.sum(dim=1) - 1
