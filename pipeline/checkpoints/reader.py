@@ -55,7 +55,12 @@ class SavedCheckpoint:
 
     def state(self, schema: type[_State]) -> _State:
         """What the checkpoint holds beside tensors. CheckpointError if it is something else."""
-        return read_state(self.path, schema)
+        try:
+            return parse_json(schema, read_regular(self.path / STATE, _MOST_STATE_BYTES), STATE)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.path} cannot be read: {one_line(error)}"
+            ) from error
 
     def check_group(self, group: str, wanted: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless a group has tensors of these names and shapes, and no more.
@@ -148,20 +153,6 @@ class SavedCheckpoint:
             raise CheckpointError(
                 f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted {_shape(wanted)}"
             )
-
-
-def read_state(checkpoint: Path, schema: type[_State]) -> _State:
-    """What an intact checkpoint holds beside tensors, without looking at these.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    try:
-        return parse_json(schema, read_regular(checkpoint / STATE, _MOST_STATE_BYTES), STATE)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} cannot be read: {one_line(error)}"
-        ) from error
 
 
 def _local(tensor: Tensor) -> _Block:

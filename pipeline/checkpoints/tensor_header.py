@@ -38,9 +38,6 @@ DTYPES = {
 }
 """The types of a file's numbers, by the names that it has for them."""
 
-ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-"""Bytes of one number, by the name of its type."""
-
 FLOATING_POINT = ("F64", "F32", "BF16", "F16")
 """The types of weights."""
 
@@ -60,14 +57,12 @@ class TensorEntry:
     """First byte and the byte after the last, counted from the end of the header."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(
-                f"dtype: found {shown(self.dtype)}, wanted one of {', '.join(ITEM_BYTES)}"
-            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: found {shown(self.dtype)}, wanted one of {', '.join(DTYPES)}")
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -82,8 +77,6 @@ class TensorHeader:
     path: Path
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
-    start: int
-    """The byte at which the tensors' bytes begin."""
 
     def offsets(self) -> dict[str, tuple[int, ...]]:
         """Where each tensor's first number is in the full tensor, of which this is a shard.
@@ -146,4 +139,4 @@ def read_header(path: Path) -> TensorHeader:
         end = span[1]
     if end != size - 8 - length:
         raise ValueError(f"{path}: found {size:,} bytes, wanted {8 + length + end:,}")
-    return TensorHeader(path, tensors, metadata, 8 + length)
+    return TensorHeader(path, tensors, metadata)

@@ -75,8 +75,9 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, form: Form, shard_byt
     model = build_on_meta(config.model)
     saved = SavedCheckpoint(checkpoint, "model")
     saved.check_group("model", model.state_dict())
-    places = {name: Place(name) for name in model.state_dict()}
-    if architecture is not None:
+    if architecture is None:
+        places = {name: Place(name) for name in model.state_dict()}
+    else:
         places = architecture.tensors(model)
     state = saved.state(TrainingState)
 

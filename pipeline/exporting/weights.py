@@ -1,6 +1,6 @@
-"""Writes the weights of a checkpoint into safetensors shards, block by block of rows.
+"""Writes the weights of a checkpoint into safetensors shards, some rows of a tensor at a time.
 
-No tensor is ever in memory as a whole, unless it is to be transposed.
+No tensor larger than some megabytes is in memory as a whole, unless it is to be transposed.
 """
 
 import json
@@ -18,7 +18,7 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.tensor_header import DTYPES
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
 
-_BLOCK_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -28,10 +28,7 @@ def write_shards(
     """Write tensors in order, in files of at most `shard_bytes` unless one tensor is larger.
 
     Args:
-        folder: where the files go.
-        saved: a checkpoint with the model's tensors.
         places: by the names that the tensors get, which rows of which of the model's they have.
-        shard_bytes: a number of bytes.
 
     Raises:
         OSError: a file could not be written, or the checkpoint could not be read.
@@ -86,7 +83,7 @@ def _num_bytes(saved: SavedCheckpoint, place: Place) -> int:
 
 
 def _blocks(saved: SavedCheckpoint, place: Place) -> Iterator[Tensor]:
-    """The rows of a tensor that is written, a few megabytes at a time."""
+    """The numbers of a tensor that is written, in their order."""
     name = f"model/{place.name}"
     whole = saved.tensors[name]
     if place.is_transposed or not whole.size:

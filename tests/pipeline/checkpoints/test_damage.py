@@ -20,7 +20,7 @@ from longhaul.pipeline.checkpoints.integrity import (
     _share,
     checksum,
 )
-from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.checkpoints.training_state import TrainingState
@@ -185,7 +185,6 @@ def test_another_state_is_one_line(tmp_path: Path, name: str) -> None:
     state, message = STATES[name]
     path = save(tmp_path)
     assert SavedCheckpoint(path).state(TrainingState).progress.step == 3
-    assert read_state(path, TrainingState).progress.tokens == 1536
     (path / STATE).write_text(json.dumps(state))
     mend_hashes(path)
     with pytest.raises(CheckpointError, match=f"{path} cannot be read: [^\n]*({message})[^\n]*$"):

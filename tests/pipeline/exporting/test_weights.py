@@ -10,11 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longhaul.pipeline.architectures.architecture import Place
-from longhaul.pipeline.checkpoints.integrity import (
-    CheckpointError,
-    checksum,
-    write_state_and_checksums,
-)
+from longhaul.pipeline.checkpoints.integrity import checksum, write_state_and_checksums
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting import weights
 
@@ -62,8 +58,6 @@ def test_pieces_become_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor)
         assert found[name].dtype == tensor.dtype
-    with pytest.raises(CheckpointError, match="found 48 numbers for 'model/columns', wanted 72"):
-        checkpoint_of(tmp_path / "less", ranks[1:])
 
 
 def test_rows_and_columns_of_what_two_ranks_have_written(tmp_path: Path) -> None:
