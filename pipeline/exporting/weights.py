@@ -68,7 +68,7 @@ def _write_shard(path: Path, saved: SavedCheckpoint, places: Mapping[str, Place]
         file.write(struct.pack("<Q", len(content)) + content)
         for place in places.values():
             for block in _blocks(saved, place):
-                file.write(block.reshape(-1).view(torch.uint8).numpy())
+                file.write(block.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _saved(saved: SavedCheckpoint, place: Place) -> tuple[torch.dtype, tuple[int, ...]]:
