@@ -3,14 +3,11 @@
 import argparse
 from pathlib import Path
 
-from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
-from longhaul.datamodules.urls import MissingInputError
 from longhaul.pipeline.arguments import (
     add_config_arguments,
     add_sweep_arguments,
     sweep_axes,
 )
-from longhaul.pipeline.commands import prepare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +73,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _check_prepare(words: list[str]) -> None:
     """Raise where `longhaul prepare` would refuse these words, or could not be divided."""
+    from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
+    from longhaul.datamodules.urls import MissingInputError
+    from longhaul.pipeline.commands import prepare
+
     parser = argparse.ArgumentParser(prog="longhaul submit CONFIG --prepare")
     prepare.add_arguments(parser)
     args = parser.parse_args(words)
