@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
@@ -170,6 +170,27 @@ def main(args: argparse.Namespace) -> int:
             args.source, args.destination, rows=args.rows, docs_per_shard=args.docs_per_shard
         )
         return 0
+    sources, destination, options = sources_and_options(args)
+    if args.corpus == "tokens":
+        prepare_from_tokens(
+            [Path(source) for source in sources],
+            Path(destination),
+            raw=args.raw,
+            column=args.column,
+            separator=args.separator,
+            **options,
+        )
+    else:
+        prepare_from_text(sources, Path(destination), text_key=args.text_key, **options)
+    return 0
+
+
+def sources_and_options(args: argparse.Namespace) -> tuple[list[str], str, dict[str, Any]]:
+    """Of text and tokens: sources, the folder to write, and the options that both have.
+
+    Raises:
+        ValueError: there is one path, or the options do not fit together.
+    """
     *sources, destination = args.paths
     if not sources:
         example = f"`longhaul prepare {args.corpus} {destination} data/NAME`"
@@ -194,15 +215,4 @@ def main(args: argparse.Namespace) -> int:
         "workers": args.workers,
         "part": args.part,
     }
-    if args.corpus == "tokens":
-        prepare_from_tokens(
-            [Path(source) for source in sources],
-            Path(destination),
-            raw=args.raw,
-            column=args.column,
-            separator=args.separator,
-            **options,
-        )
-    else:
-        prepare_from_text(sources, Path(destination), text_key=args.text_key, **options)
-    return 0
+    return sources, destination, options

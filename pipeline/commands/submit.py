@@ -86,7 +86,8 @@ def _check_prepare(words: list[str]) -> None:
         )
     if args.part is not None:
         raise ValueError("--prepare: found --part, wanted --tasks before --prepare")
-    for source in args.paths[:-1]:
+    sources, _, _ = prepare.sources_and_options(args)
+    for source in sources:
         # Of Megatron's files the common prefix may be named.
         exists = Path(source).exists() or Path(f"{source}.bin").exists()
         if source != STANDARD_LIBRARY and not exists:

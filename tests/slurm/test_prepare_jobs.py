@@ -138,6 +138,8 @@ def test_what_cannot_be_divided_is_refused(
         ),
         (["text", "nowhere", "out"], "nowhere: no such file or folder"),
         (["text", "stdlib", "out", "--part", "0/2"], "--prepare: found --part, wanted --tasks"),
+        (["text", "stdlib"], "found one path, 'stdlib', wanted sources and then the folder"),
+        (["text", "stdlib", "out", "--doc-tokens", "0"], "--doc-tokens: found 0, wanted 1 or more"),
     ):
         assert main(["submit", "run/demo.yaml", "--dry-run", "--prepare", *words]) == 2
         assert capsys.readouterr().err.startswith(f"longhaul: {message}")
