@@ -34,6 +34,8 @@ def main(args: argparse.Namespace) -> int:
     if args.config is None and not args.states:
         raise ValueError("config: found none, wanted CONFIG, or --states")
     kinds = None if args.kinds is None else args.kinds.split(",")
+    if kinds is not None and not all(kinds):
+        raise ValueError(f"--kinds: found {args.kinds!r}, wanted kinds, such as softmax,sympow")
     contexts = parse_contexts(args.contexts)
     if args.config is not None:
         check_config(

@@ -27,6 +27,9 @@ def new_or_empty_folder(destination: str | Path, listing: str | None = None) -> 
     target = Path(os.path.realpath(destination))
     if target.exists() and not target.is_dir():
         raise ValueError(f"{destination}: found a file, {wanted}")
+    nearest = next(parent for parent in target.parents if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{destination}: found a file, {nearest}, in its path, {wanted}")
     entries = list(target.iterdir()) if target.exists() else []
     if entries and (listing is None or not (target / listing).is_file()):
         raise ValueError(f"{destination}: found {len(entries)} entries, {wanted}")

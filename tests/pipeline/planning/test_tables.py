@@ -147,6 +147,10 @@ def num_bytes(state: object) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--kinds", "softmax,"],
+            "--kinds: found 'softmax,', wanted kinds, such as softmax,sympow",
+        ),
         (["--contexts", "1x"], "--contexts: found '1x', wanted tokens, such as 1024,64k"),
         (["--contexts", "0"], "--contexts: found '0', wanted tokens"),
         (["--kinds", "softmax,sofmax"], "model.attention.kind: found 'sofmax', wanted one of"),
