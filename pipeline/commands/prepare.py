@@ -186,7 +186,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def sources_and_options(args: argparse.Namespace) -> tuple[list[str], str, dict[str, Any]]:
-    """Of text and tokens: sources, the folder to write, and the options that both have.
+    """Return the sources, the folder to write, and the options that text and tokens share.
 
     Raises:
         ValueError: there is one path, or the options do not fit together.

@@ -1,6 +1,6 @@
 """Writes the weights of a checkpoint into safetensors shards, some rows of a tensor at a time.
 
-No tensor larger than some megabytes is in memory as a whole, unless it is to be transposed.
+A tensor of more than 8 MB is never in memory as a whole, unless it is to be transposed.
 """
 
 import json
@@ -28,7 +28,7 @@ def write_shards(
     """Write tensors in order, in files of at most `shard_bytes` unless one tensor is larger.
 
     Args:
-        places: by the names that the tensors get, which rows of which of the model's they have.
+        places: for the name of each written tensor, the rows of the model's that it consists of.
 
     Raises:
         OSError: a file could not be written, or the checkpoint could not be read.
@@ -72,7 +72,7 @@ def _write_shard(path: Path, saved: SavedCheckpoint, places: Mapping[str, Place]
 
 
 def _saved(saved: SavedCheckpoint, place: Place) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The type of a tensor that is written, and its shape."""
+    """The dtype and the shape of a tensor as it is written."""
     whole = saved.tensors[f"model/{place.name}"]
     return whole.dtype, place.shape(whole.size)
 
@@ -83,7 +83,7 @@ def _num_bytes(saved: SavedCheckpoint, place: Place) -> int:
 
 
 def _blocks(saved: SavedCheckpoint, place: Place) -> Iterator[Tensor]:
-    """The numbers of a tensor that is written, in their order."""
+    """Yield the numbers of a tensor as it is written, some rows at a time."""
     name = f"model/{place.name}"
     whole = saved.tensors[name]
     if place.is_transposed or not whole.size:

@@ -29,7 +29,7 @@ def new_or_empty_folder(destination: str | Path, listing: str | None = None) -> 
         raise ValueError(f"{destination}: found a file, {wanted}")
     nearest = next(parent for parent in target.parents if parent.exists())
     if not nearest.is_dir():
-        raise ValueError(f"{destination}: found a file, {nearest}, in its path, {wanted}")
+        raise ValueError(f"{destination}: found the file {nearest} in its path, {wanted}")
     entries = list(target.iterdir()) if target.exists() else []
     if entries and (listing is None or not (target / listing).is_file()):
         raise ValueError(f"{destination}: found {len(entries)} entries, {wanted}")

@@ -146,7 +146,7 @@ def test_what_cannot_be_exported_is_refused(
     full = f"exported/folder: found {entries} entries, wanted a new or empty folder"
     refused(try_export("small", "exported/folder"), full)
     refused(try_export("small", "small.yaml"), "small.yaml: found a file, wanted a new or empty")
-    refused(try_export("small", "small.yaml/new"), "small.yaml/new: found a file, ")
+    refused(try_export("small", "small.yaml/new"), "small.yaml/new: found the file ")
     refused(try_export("nowhere", "new"), "nowhere: found no such folder, wanted a run folder")
     (base.path / ".new.unfinished").mkdir()
     with (base.path / ".new.unfinished" / ".lock").open("w") as lock:
